@@ -1,0 +1,237 @@
+"""What gem_data promises: the native layout, the batch, and the loader. Nothing else is public.
+
+1.0  first version
+
+The native layout is a directory:
+
+    schema.json                 what the columns mean (`Schema`)
+    train-00000.parquet ...     one row = one impression (or request); page checksums on
+    eval-00000.parquet ...
+
+Columns, by name (all non-null, lists without null elements):
+
+    sample_id              int64            unique within the data set
+    user_id                int64            groups rows by user (GAUC, history checks); not a model feature
+    timestamp              int64            seconds; a row's histories hold only events strictly earlier
+    label.<task>           float32          0 or 1
+    weight.<task>          float32          >= 0; optional, 1 where the column is absent
+    id.<name>              int64            scalar id in [0, rows of its table)
+    ids.<name>             list<int64>      bag of ids
+    dense.<name>           float32          finite
+    stream.<s>.<field>     list<int64>      ids of the events of stream s, oldest first
+    stream.<s>.action      list<int64>      bit mask of what the user did: bit k set = action k
+    stream.<s>.time        list<int64>      seconds, non-decreasing, all < timestamp
+
+All `stream.<s>.*` lists of a row have equal length. Id 0 of a table is by convention "unknown".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+INTERFACE_VERSION = (1, 0)
+
+
+class DataError(ValueError):
+    """Bad data: names file, row group, row and column, what was expected, what came and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableInfo:
+    """An id space that one embedding table serves: valid ids are 0 <= id < rows."""
+
+    name: str
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdFeature:
+    """An id column: `name` is the feature, `table` the id space it draws from (shared tables: same `table`)."""
+
+    name: str
+    table: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelInfo:
+    """A binary task. `weighted` says whether the column weight.<name> exists."""
+
+    name: str
+    weighted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamInfo:
+    """An event stream: parallel lists `fields` (ids; the first is the item), action bit mask and time."""
+
+    name: str
+    fields: tuple[IdFeature, ...]
+    action_bits: int
+    max_length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileInfo:
+    """One Parquet file: path relative to schema.json, its split ("train" or "eval"), its rows."""
+
+    path: str
+    split: str
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """schema.json. `facts` is free JSON that travels with the data (best possible NE, floors, source)."""
+
+    name: str
+    created_by: str
+    tables: tuple[TableInfo, ...]
+    labels: tuple[LabelInfo, ...]
+    scalars: tuple[IdFeature, ...] = ()
+    lists: tuple[IdFeature, ...] = ()
+    dense: tuple[str, ...] = ()
+    streams: tuple[StreamInfo, ...] = ()
+    files: tuple[FileInfo, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def table_rows(self) -> dict[str, int]:
+        """Rows of every table by name."""
+        return {table.name: table.rows for table in self.tables}
+
+    def id_features(self) -> tuple[tuple[str, str], ...]:
+        """(feature key, table) of every id column, in KeyedJaggedTensor key order.
+
+        Scalars, then lists, then stream fields as "<stream>.<field>": the order of `Batch.ids.keys()`.
+        """
+        own = [(feature.name, feature.table) for feature in (*self.scalars, *self.lists)]
+        events = [(f"{stream.name}.{f.name}", f.table) for stream in self.streams for f in stream.fields]
+        return (*own, *events)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventStream:
+    """One stream of a batch, packed: row b owns events offsets[b]:offsets[b+1], oldest first.
+
+    offsets  (B + 1,) int64, starts at 0, non-decreasing
+    actions  (N,) int64 bit masks, N = offsets[-1]
+    times    (N,) int64 seconds
+
+    Two rows with events at times (10, 20) and (15,): offsets [0, 2, 3], times [10, 20, 15].
+    The ids of the events are in `Batch.ids` under "<stream>.<field>", in the same order.
+    """
+
+    offsets: Tensor
+    actions: Tensor
+    times: Tensor
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> EventStream:
+        """A copy on `device`."""
+        return EventStream(
+            offsets=self.offsets.to(device, non_blocking=non_blocking),
+            actions=self.actions.to(device, non_blocking=non_blocking),
+            times=self.times.to(device, non_blocking=non_blocking),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """This rank's part of one global batch. B rows (B may be 0), T tasks, F dense features.
+
+    sample_ids   (B,) int64
+    user_ids     (B,) int64
+    timestamps   (B,) int64 seconds
+    labels       (B, T) float32 in {0, 1}, tasks in schema order
+    weights      (B, T) float32 >= 0
+    dense        (B, F) float32, features in schema order
+    ids          KeyedJaggedTensor, keys = Schema.id_features(), stride B; scalars have length 1 in every row
+    streams      stream name -> EventStream
+    row_index    (B, 3) int64: file (index into Schema.files), row group, row within the group
+    global_rows  rows of the whole global batch over all ranks
+    step         0-based number of this batch since the start of the run (monotone over epochs)
+    """
+
+    sample_ids: Tensor
+    user_ids: Tensor
+    timestamps: Tensor
+    labels: Tensor
+    weights: Tensor
+    dense: Tensor
+    ids: KeyedJaggedTensor
+    streams: dict[str, EventStream]
+    row_index: Tensor
+    global_rows: int
+    step: int
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> Batch:
+        """A copy on `device`."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=non_blocking)
+
+        return Batch(
+            sample_ids=move(self.sample_ids),
+            user_ids=move(self.user_ids),
+            timestamps=move(self.timestamps),
+            labels=move(self.labels),
+            weights=move(self.weights),
+            dense=move(self.dense),
+            ids=self.ids.to(device, non_blocking=non_blocking),
+            streams={name: stream.to(device, non_blocking=non_blocking) for name, stream in self.streams.items()},
+            row_index=move(self.row_index),
+            global_rows=self.global_rows,
+            step=self.step,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderConfig:
+    """How rows become batches.
+
+    global_batch_size  rows of one optimizer micro-step over all ranks
+    shuffle            deterministic from `seed` and the epoch; off = file order
+    window_groups      row groups shuffled together (a larger window mixes better and holds more memory)
+    logical_shards     independent row-group sequences that a global batch is dealt from. The global order depends
+                       on this number and never on the world size; with world size dividing it, each rank reads
+                       only its own row groups.
+    max_length         keep only the latest events of each stream (parallel lists cut alike); None = schema's limit
+    drop_last          drop the last, smaller global batch of an epoch
+    prefetch           batches decoded ahead by a thread (0 = in line)
+    """
+
+    global_batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+    window_groups: int = 8
+    logical_shards: int = 1
+    max_length: int | None = None
+    drop_last: bool = False
+    prefetch: int = 2
+
+
+class Loader(Protocol):
+    """Yields this rank's `Batch` of each global batch; every rank yields the same number of batches."""
+
+    def epoch(self) -> Iterator[Batch]:
+        """Batches from the current position to the end of the current epoch; then the epoch number rises by one."""
+        ...
+
+    def mark_trained(self, batch: Batch) -> None:
+        """Say that `batch` was trained: only then does `state_dict()` move past it."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able position after the last trained batch.
+
+        Independent of rank, world size and prefetching. Names, per logical shard, the file, row group and row where
+        the next sample is read, beside epoch, step and trained samples.
+        """
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`. Raises DataError if the files, seed or batch settings differ from those of `state`."""
+        ...
