@@ -1,0 +1,194 @@
+"""What gem_attention promises: one attention call over jagged sequences. Nothing else is public.
+
+1.0  first version
+
+The family (softmax JFA, HSTU, GDPA, seed pooling, block attention) is one formula. For sample b, head h, query row i
+and key column j, with kv head g = h // (H / Hkv) and f the activation applied to each score on its own:
+
+    s_ij = scale * <q_ih, k_jg> + bias_ij        bias.where == "outside_scale"
+    s_ij = scale * (<q_ih, k_jg> + bias_ij)      bias.where == "inside_scale"
+    o_ih = 1 / divisor_i * sum_j M_ij * f(s_ij) * v_jg
+    o_ih = sum_j softmax_j(s_ij where M_ij else -inf) * v_jg      activation == "softmax"; a row without keys gives 0
+
+`AttentionSpec` says which member of the family is meant; it is hashable, holds no tensor, and serves training and
+evaluation alike. `Layout` holds what one batch looks like (offsets, targets, times), is checked once by
+`api.make_layout` and shared by all layers; so the call itself never waits for the device and never reads a value.
+
+Letters: T packed tokens, B samples, R kv rows (B unless kv_index), H query heads, G kv heads, D head dim of q and k,
+E head dim of v, S seeds, P number of relative positions 2 * max_positions - 1, K time buckets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from gem_attention.validation import check_bias_spec, check_mask_spec, check_spec, check_time_buckets
+
+INTERFACE_VERSION = (1, 0)
+
+Activation = Literal["softmax", "silu", "gelu", "gelu_tanh", "gelu_poly", "relu", "relu2", "identity"]
+QueryKind = Literal["self", "cross", "broadcast", "tail"]
+Semantics = Literal["meta", "nvidia"]
+Impl = Literal["reference", "eager", "triton", "gluon", "auto"]
+
+
+class CannotRunError(ValueError):
+    """The asked implementation cannot run here, or cannot run this spec; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskSpec:
+    """Which pairs (i, j) of one sample may meet. The default lets all pairs meet.
+
+    A sample of length n is c context tokens, then h = n - c - m history tokens, then m targets. Ranks: context 0;
+    history item t has t + 1 (t when c = 0); targets R = h + 1 (h when c = 0) and, with "nvidia", R, R + 1, ...
+    `gem_attention.masks.sample_mask` is the definition, in code.
+
+    causal             row i sees column j where i = j or rank_i > rank_j
+    targets            the last num_targets[b] tokens of a sample are candidates: they see what lies before, and
+                       themselves, never one another (but see target_group_size)
+    target_group_size  "nvidia" only: consecutive targets in groups of this size see one another causally
+    context            the first num_context[b] tokens are seen by, and see, all context and history, never targets;
+                       a window hides them from late history rows (that is what both public systems do)
+    window             > 0: only |rank_i - rank_j| <= window; 0: unlimited
+    min_full_rows      f > 0: the window is lifted for the last f history rows and for all targets
+    block              > 0: a token sees exactly its own block of that many consecutive tokens; no other rule mixes in
+    semantics          whose meaning, where two public systems differ: "meta" gives all targets one rank (all see the
+                       same window), "nvidia" gives each target its own. Must be named for window with targets, for
+                       groups ("nvidia") and for targets without causal ("meta"); elsewhere both agree and None is fine.
+    """
+
+    causal: bool = False
+    targets: bool = False
+    target_group_size: int = 1
+    context: bool = False
+    window: int = 0
+    min_full_rows: int = 0
+    block: int = 0
+    semantics: Semantics | None = None
+
+    def __post_init__(self) -> None:
+        check_mask_spec(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeBuckets:
+    """bucket(dt) = min(floor(f(max(|dt|, 1)) / step), count - 1), f the natural logarithm or the square root, dt in s.
+
+    The exact definition is by integers, `masks.time_boundaries(buckets)`: boundary b (b = 1 .. count - 1) is the
+    smallest whole dt whose bucket is at least b, computed in float64; so every implementation agrees bit for bit.
+    Example: function "log", step 0.301, count 4 has boundaries (2, 2, 3): dt 0 and 1 -> 0, dt 2 -> 2, dt >= 3 -> 3.
+    """
+
+    function: Literal["log", "sqrt"] = "log"
+    step: float = 0.301
+    count: int = 128
+
+    def __post_init__(self) -> None:
+        check_time_buckets(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasSpec:
+    """An additive bias, learned, for query kinds "self" and "tail".
+
+    bias_ij = position_table[h', j - i + max_positions - 1]     where max_positions > 0
+            + time_table[h', bucket(t_{i+1} - t_j)]             where time is given; t_{n} is t_{n-1} for the last row
+
+    with i, j positions in the key sequence and h' = h // (H / table heads); no sample may be longer than max_positions.
+    where: inside or outside of `scale` (public systems differ, so there is no default).
+    """
+
+    where: Literal["inside_scale", "outside_scale"]
+    max_positions: int = 0
+    time: TimeBuckets | None = None
+
+    def __post_init__(self) -> None:
+        check_bias_spec(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """One member of the family.
+
+    activation  f. "gelu" is exact (erf), "gelu_tanh" the tanh form, "gelu_poly" 0.5 x + 0.3989423 x^2 - 0.0664904 x^4
+                + 0.0099736 x^6, within 1.1e-3 of gelu for |x| <= 1, 2.5e-2 for |x| <= 1.5, useless beyond 2 (0.22);
+                "relu2" relu(x)^2
+    scale       alpha, any finite number; commonly D ** -0.5 (HSTU) or 1 / longest length (GDPA)
+    divisor     a positive constant, or "per_token": the call then takes one number per output row. Never the padded
+                length of a batch: the result of a sample must not depend on its neighbours. Softmax: 1 only.
+    query       "self"       q, k, v share their offsets
+                "cross"      q and k have their own offsets; no mask
+                "broadcast"  q is dense (S, H, D), the same seeds for every sample; no mask
+                "tail"       sample b's queries are the last rows of its (longer or equal) key sequence, as when keys
+                             are cached; masks as for "self", rows taken from the end
+    """
+
+    activation: Activation
+    scale: float
+    divisor: float | Literal["per_token"] = 1.0
+    query: QueryKind = "self"
+    mask: MaskSpec = field(default_factory=MaskSpec)
+    bias: BiasSpec | None = None
+
+    def __post_init__(self) -> None:
+        check_spec(self)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """What one batch looks like; build it with `api.make_layout`, which checks it. The constructor trusts its caller.
+
+    q_offsets    (B + 1,) int64; sample b owns rows q_offsets[b]:q_offsets[b + 1] of q. None: broadcast queries
+    k_offsets    (R + 1,) int64; for "self" the same tensor as q_offsets. R = B unless kv_index
+    batch_size   B
+    total_q, total_k      rows of q (0 for broadcast) and of k: the last offsets, as host numbers
+    max_q_len, max_k_len  upper bounds of the lengths, host numbers (0 for broadcast q); they size grids, not results
+    num_targets  (B,) int64, when mask.targets          num_context  (B,) int64, when mask.context
+    kv_index     (B,) int64, non-decreasing: sample b reads kv row kv_index[b] (impressions that share a request's
+                 history); query kinds "cross" and "broadcast"
+    timestamps   (Tk,) int64 seconds, when bias.time
+
+    Example, three samples of 2, 0 and 3 tokens: q_offsets = [0, 2, 2, 5], total_q = 5, max_q_len = 3.
+    """
+
+    k_offsets: Tensor
+    batch_size: int
+    total_k: int
+    max_k_len: int
+    q_offsets: Tensor | None = None
+    total_q: int = 0
+    max_q_len: int = 0
+    num_targets: Tensor | None = None
+    num_context: Tensor | None = None
+    kv_index: Tensor | None = None
+    timestamps: Tensor | None = None
+
+
+class Attention(Protocol):
+    """One implementation. `api.attention` checks every argument, then calls one of these, chosen by name.
+
+    q (Tq, H, D), or (S, H, D) for broadcast; k (Tk, G, D); v (Tk, G, E); one floating dtype, one device; H a multiple
+    of G; any strides. position_table (Hb, P) and time_table (Hb, K): Hb divides H; float32 or q's dtype; their
+    gradients are exact. divisor: (Tq,), or (B * S,) for broadcast (row b * S + s), float32 or q's dtype, positive,
+    no gradient; when spec.divisor == "per_token".
+
+    Returns (Tq, H, E), for broadcast (B, S, H, E), in q's dtype, contiguous; differentiable in q, k, v and both tables.
+    Samples without queries or keys are fine: a row without keys gives 0.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        spec: AttentionSpec,
+        layout: Layout,
+        position_table: Tensor | None = None,
+        time_table: Tensor | None = None,
+        divisor: Tensor | None = None,
+    ) -> Tensor: ...
