@@ -1,0 +1,100 @@
+"""Everything that is run on Gemline, as nox sessions: `./ci/nox -l` lists them.
+
+torch and FBGEMM are a gigabyte and every session needs them, so one session, `environment`, fills one virtual
+environment and the others require it and run inside it. It is filled from ci/constraints-cpu.txt, or
+ci/constraints-cuda.txt where a GPU is present, and left alone as long as pyproject.toml and that file stay as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+import nox
+
+os.environ.pop("UV_PYTHON", None)  # with it set, nox's uv support installs into another interpreter
+nox.needs_version = ">=2025.5"
+nox.options.default_venv_backend = "venv"
+nox.options.error_on_missing_interpreters = True
+nox.options.sessions = ["tests", "lint"]
+
+ROOT = Path(__file__).parent
+ENVIRONMENT = ROOT / ".nox" / "environment"
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# TorchRec names the CUDA build of FBGEMM as its dependency, which overwrites the CPU build: these go in alone.
+ALONE = ("torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu")
+
+
+def gpu_present() -> bool:
+    """Whether the NVIDIA driver answers on this machine."""
+    return shutil.which("nvidia-smi") is not None and os.system("nvidia-smi -L >/dev/null 2>&1") == 0
+
+
+def pins(constraints: Path) -> dict[str, str]:
+    """Package name -> 'name==version' of a constraints file."""
+    found = re.findall(r"^([\w.-]+)==\S+", constraints.read_text(), re.MULTILINE)
+    lines = re.findall(r"^[\w.-]+==\S+", constraints.read_text(), re.MULTILINE)
+    return dict(zip(found, lines, strict=True))
+
+
+@nox.session(reuse_venv=True)
+def environment(session: nox.Session) -> None:
+    """Fill the environment that all other sessions run in (called by them)."""
+    constraints = ROOT / "ci" / ("constraints-cuda.txt" if gpu_present() else "constraints-cpu.txt")
+    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + constraints.read_bytes()).hexdigest()
+    stamp = ENVIRONMENT / "gemline-stamp"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    pinned = pins(constraints)
+    session.install("--quiet", pinned["torch"], "-c", str(constraints))
+    session.install("--quiet", "--no-deps", *(pinned[name] for name in ALONE if name in pinned))
+    session.install("--quiet", "-e", ".[dev]", "-c", str(constraints))
+    stamp.write_text(wanted)
+
+
+def inside(function):  # type: ignore[no-untyped-def]
+    """A session that runs in the shared environment."""
+    return nox.session(venv_backend="none", requires=["environment"])(function)
+
+
+def run(session: nox.Session, program: str, *arguments: str, **environment: str) -> None:
+    """Run a program of the shared environment, its other programs first on PATH."""
+    path = f"{ENVIRONMENT / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    session.run(str(ENVIRONMENT / "bin" / program), *arguments, external=True, env={"PATH": path, **environment})
+
+
+@inside
+def pipeline(session: nox.Session) -> None:
+    """Fetch data, train, evaluate, report.   ./ci/nox -s pipeline   (no network: -- --data synthetic)"""
+    arguments = session.posargs or ["--data", "ml-100k"]
+    recipe = [] if "--recipe" in arguments else ["--recipe", recipe_for(arguments)]
+    run(session, "gemline", "train", *recipe, *arguments)
+
+
+def recipe_for(arguments: list[str]) -> str:
+    """The CPU recipe that fits the data named on the command line."""
+    data = arguments[arguments.index("--data") + 1] if "--data" in arguments[:-1] else "ml-100k"
+    return "synthetic_cpu" if data == "synthetic" else "ml100k_cpu"
+
+
+@inside
+def tests(session: nox.Session) -> None:
+    """The default test suite.   ./ci/nox -s tests [-- pytest arguments, e.g. -m slow]"""
+    run(session, "pytest", *(session.posargs or ["-n", "2", "--dist", "loadfile"]), **THREADS)
+
+
+@inside
+def lint(session: nox.Session) -> None:
+    """ruff, and mypy --strict on the public interfaces."""
+    run(session, "ruff", "check", ".")
+    run(session, "ruff", "format", "--check", ".")
+    run(session, "mypy")
+
+
+@inside
+def docs(session: nox.Session) -> None:
+    """Build the documentation into docs/_build/html; a warning is an error."""
+    run(session, "sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
