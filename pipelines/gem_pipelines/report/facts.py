@@ -1,0 +1,324 @@
+"""The tables of the report. HTML and Markdown show the same `Table` objects, so they cannot disagree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gem_pipelines.report.run_data import RunData
+
+UNDEFINED = "undefined"
+UNKNOWN = "not recorded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A titled table of text. `numeric` columns (by index) are right-aligned; `folded` tables start closed in HTML."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    numeric: frozenset[int] = frozenset()
+    folded: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """What a method without the model reaches; NaN where undefined. `task` is None if the run did not say."""
+
+    name: str
+    ne: float
+    auc: float
+    task: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthSummary:
+    """Quantiles of the lengths of one stream: `share` (Q,) in [0, 1] ascending, `length` (Q,)."""
+
+    name: str
+    share: np.ndarray
+    length: np.ndarray
+
+
+def number(value: Any) -> float:
+    """The value as a float, NaN if it is not a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return math.nan
+    return float(value)
+
+
+def plain(value: Any, digits: int = 4) -> str:
+    """A number to `digits` decimals, or "undefined"."""
+    value = number(value)
+    return f"{value:.{digits}f}" if math.isfinite(value) else UNDEFINED
+
+
+def count(value: Any) -> str:
+    """A whole number with thousands separators, or "not recorded"."""
+    value = number(value)
+    return f"{value:,.0f}" if math.isfinite(value) else UNKNOWN
+
+
+def quantity(value: Any, unit: str = "") -> str:
+    """Three significant digits with k, M, G, T: 1234567 -> 1.23 M; or "not recorded"."""
+    value = number(value)
+    if not math.isfinite(value):
+        return UNKNOWN
+    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}".strip()
+
+
+def duration(seconds: Any) -> str:
+    """3725 -> 1 h 02 min 05 s; below a minute 12.3 s; or "not recorded"."""
+    seconds = number(seconds)
+    if not math.isfinite(seconds):
+        return UNKNOWN
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min {rest:02d} s" if hours else f"{minutes} min {rest:02d} s"
+
+
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested JSON with dotted names. A list of plain values is one leaf; a list of dicts is numbered."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list) and any(isinstance(inner, (dict, list)) for inner in value):
+        for index, inner in enumerate(value):
+            yield from flatten(inner, f"{prefix}.{index}")
+    else:
+        yield prefix, value
+
+
+def floors(run: RunData) -> tuple[Floor, ...]:
+    """Floors and, last, the best possible NE, from the end record."""
+    if run.end is None:
+        return ()
+    found = [
+        Floor(name=f"floor: {name}", ne=number(v.get("ne")), auc=number(v.get("auc")), task=v.get("task"))
+        for name, v in run.end["floors"].items()
+    ]
+    best = number(run.end.get("best_ne"))
+    if math.isfinite(best):
+        found.append(Floor(name="best possible", ne=best, auc=math.nan, task=None))
+    return tuple(found)
+
+
+def all_tables(run: RunData) -> tuple[Table, ...]:
+    """Every table that this run can fill, in reading order."""
+    tables = [
+        run_table(run),
+        result_table(run),
+        history_table(run),
+        data_table(run),
+        throughput_table(run),
+        parts_table(run),
+        settings_table("Configuration", run.config),
+        settings_table("Versions and machine", run.versions),
+    ]
+    return tuple(table for table in tables if table is not None)
+
+
+def recipe_name(run: RunData) -> str:
+    """The recipe's name, from the resolved config; "unknown recipe" if it has none."""
+    config = run.config or run.start.get("config") or {}
+    name = config.get("name")
+    return name if isinstance(name, str) and name else "unknown recipe"
+
+
+def status(run: RunData) -> str:
+    """One or two words: what became of the run."""
+    if run.end is None:
+        return "not finished"
+    return str(run.end.get("status", "finished"))
+
+
+def run_table(run: RunData) -> Table:
+    """What was trained, on what, for how long."""
+    start, train = run.start, run.train
+    parameters = start.get("parameters") if isinstance(start.get("parameters"), dict) else {}
+    config = run.config or {}
+    data = config.get("data") if isinstance(config.get("data"), dict) else {}
+    seconds = run.end.get("seconds") if run.end else None
+    rows = [
+        ("recipe", recipe_name(run)),
+        ("status", status(run)),
+        ("data", str(data.get("source", UNKNOWN))),
+        ("started", str(start.get("time", UNKNOWN))),
+        ("steps trained", count(run.last_step) if len(train.steps) else "0"),
+        ("samples seen", count(_last(train.column("samples")))),
+        ("events (tokens) seen", count(_last(train.column("tokens")))),
+        ("dense parameters", count(parameters.get("dense"))),
+        ("table parameters", count(parameters.get("tables"))),
+        ("processes", count(start.get("world_size"))),
+        ("time of training steps", duration(train.elapsed_seconds()[-1] if len(train.steps) else None)),
+        ("time of the whole run", duration(seconds)),
+    ]
+    return Table(title="Run", headers=("what", "value"), rows=tuple(rows))
+
+
+def _last(values: np.ndarray) -> float:
+    good = values[np.isfinite(values)]
+    return float(good[-1]) if len(good) else math.nan
+
+
+def result_table(run: RunData) -> Table | None:
+    """Metrics of the last evaluation by task, with floors and the best possible NE below."""
+    if not run.evals:
+        return None
+    last = run.evals[-1]
+    rows = []
+    for task, values in last["tasks"].items():
+        digits = [plain(values.get(name)) for name in ("ne", "auc", "gauc", "calibration", "log_loss", "rate")]
+        rows.append((f"model: {task}", *digits, count(values.get("count"))))
+    for floor in floors(run):
+        name = f"{floor.name} ({floor.task})" if floor.task else floor.name
+        rows.append((name, plain(floor.ne), plain(floor.auc) if math.isfinite(floor.auc) else "", "", "", "", "", ""))
+    note = (
+        "NE, log loss: lower is better. AUC, GAUC: higher is better. Calibration: sum of predictions over sum of "
+        f"labels, best at 1. {UNDEFINED}: the metric has no value on this data (for example AUC with one class)."
+    )
+    if not floors(run):
+        note += " The run recorded no floors."
+    return Table(
+        title=f"Result at step {last['step']:,}",
+        headers=("", "NE", "AUC", "GAUC", "calibration", "log loss", "rate", "rows"),
+        rows=tuple(rows),
+        note=note,
+        numeric=frozenset(range(1, 8)),
+    )
+
+
+def history_table(run: RunData, limit: int = 12) -> Table | None:
+    """The evaluations over steps, if there were several; evenly chosen where there are many."""
+    if len(run.evals) < 2:
+        return None
+    chosen = sorted({round(i) for i in np.linspace(0, len(run.evals) - 1, limit)})
+    rows = []
+    for index in chosen:
+        record = run.evals[index]
+        for task, values in record["tasks"].items():
+            digits = (plain(values.get(name)) for name in ("ne", "auc", "gauc", "calibration"))
+            rows.append((count(record["step"]), task, *digits))
+    note = f"{len(chosen)} of {len(run.evals)} evaluations." if len(chosen) < len(run.evals) else ""
+    headers = ("step", "task", "NE", "AUC", "GAUC", "calibration")
+    return Table(
+        title="Evaluations",
+        headers=headers,
+        rows=tuple(rows),
+        note=note,
+        numeric=frozenset({0, 2, 3, 4, 5}),
+        folded=True,
+    )
+
+
+def throughput_table(run: RunData) -> Table | None:
+    """Rates of the whole run as the trainer states them, and of the median step."""
+    train = run.train
+    if not len(train.steps):
+        return None
+    whole = run.end["throughput"] if run.end else {}
+    units = (("samples_per_s", "samples/s"), ("tokens_per_s", "tokens/s"), ("flops_per_s", "FLOP/s"))
+    rows = []
+    for name, unit in units:
+        median = _median(train.column(name))
+        stated = quantity(whole.get(name)) if name in whole else ""
+        rows.append((unit, stated, quantity(median)))
+    mfu = _median(train.column("mfu"))
+    rows.append(("MFU", "", f"{mfu:.2%}" if math.isfinite(mfu) else UNDEFINED))
+    rows.append(("step time", "", _milliseconds(_median(train.column("seconds")))))
+    memory = train.column("memory_bytes")
+    if np.isfinite(memory).any():
+        rows.append(("largest memory", f"{np.nanmax(memory) / 2**20:,.0f} MiB", ""))
+    peak = number(run.start.get("peak_flops_per_s"))
+    note = (
+        f"MFU is against a peak of {quantity(peak, 'FLOP/s')} ({run.start.get('peak_source', 'source unknown')})."
+        if math.isfinite(peak)
+        else "No peak FLOP/s was measured or given, so MFU is undefined."
+    )
+    note += " FLOPs are forward and backward, from real lengths and masks."
+    return Table(
+        title="Throughput",
+        headers=("", "whole run", "median step"),
+        rows=tuple(rows),
+        note=note,
+        numeric=frozenset({1, 2}),
+    )
+
+
+def _median(values: np.ndarray) -> float:
+    good = values[np.isfinite(values)]
+    return float(np.median(good)) if len(good) else math.nan
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if math.isfinite(seconds) else UNKNOWN
+
+
+def parts_table(run: RunData) -> Table | None:
+    """Mean time and FLOPs of a step by part."""
+    seconds = {name: np.nanmean(v) for name, v in run.train.group("seconds_by_part").items() if np.isfinite(v).any()}
+    flops = {name: np.nanmean(v) for name, v in run.train.group("flops_by_part").items() if np.isfinite(v).any()}
+    if not seconds and not flops:
+        return None
+    all_seconds, all_flops = sum(seconds.values()), sum(flops.values())
+    rows = []
+    for name in dict.fromkeys([*seconds, *flops]):
+        time, work = number(seconds.get(name)), number(flops.get(name))
+        rows.append(
+            (
+                name,
+                _milliseconds(time) if name in seconds else "",
+                f"{time / all_seconds:.1%}" if name in seconds and all_seconds > 0 else "",
+                quantity(work) if name in flops else "",
+                f"{work / all_flops:.1%}" if name in flops and all_flops > 0 else "",
+            )
+        )
+    profiled = max((int(np.isfinite(v).sum()) for v in run.train.group("seconds_by_part").values()), default=0)
+    return Table(
+        title="Time and FLOPs by part of a step",
+        headers=("part", "time", "share of time", "FLOPs", "share of FLOPs"),
+        rows=tuple(rows),
+        note=f"Time: mean of the {profiled:,} profiled steps. FLOPs: mean of all steps.",
+        numeric=frozenset({1, 2, 3, 4}),
+    )
+
+
+def settings_table(title: str, settings: dict[str, Any] | None) -> Table | None:
+    """Nested JSON as dotted keys and values."""
+    if not settings:
+        return None
+    rows = tuple((key, _setting(value)) for key, value in flatten(settings))
+    return Table(title=title, headers=("key", "value"), rows=rows, folded=True)
+
+
+def _setting(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return ", ".join(_setting(inner) for inner in value) or "(empty)"
+    if isinstance(value, dict):
+        return "(empty)"
+    return str(value)
+
+
+def data_table(run: RunData) -> Table | None:
+    """The data summary of the start record."""
+    return settings_table("Data", run.start.get("data"))
+
+
+def length_summaries(run: RunData) -> tuple[LengthSummary, ...]:
+    """Length quantiles of every stream, from the data summary of the start record."""
+    return ()
