@@ -1,0 +1,276 @@
+"""The conformance suite: what any implementation of `Tables` must do, as functions that take a factory.
+
+An implementation kept elsewhere proves itself with
+
+    def factory(specs, optimizer, seed): return MyTables(...)
+    run_conformance(factory, Quirks())                      # one process
+    check_ranks(factory, Quirks(), rank, world_size)        # on every rank of an initialised process group
+
+Every check raises AssertionError with what differs. Training is compared with `ReferenceTables` in float64; allowed
+is three times the error of the same reference in float32 plus two roundings of the largest value, so no tolerance is
+picked by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from gem_embeddings.initial import initial_rows
+from gem_embeddings.interface import RowWiseAdagrad, Tables, TableSpec
+from gem_embeddings.reference import ReferenceTables
+
+Factory = Callable[[Sequence[TableSpec], RowWiseAdagrad, int], Tables]
+
+# Shared tables, two dims without pooling, both poolings; few rows, so that ids repeat within a batch.
+SPECS = (
+    TableSpec(name="item", rows=23, dim=8, features=("item", "s.item")),
+    TableSpec(name="shop", rows=7, dim=4, features=("shop",), init_std=0.5),
+    TableSpec(name="tag", rows=11, dim=8, features=("tags", "more_tags"), pooling="sum"),
+    TableSpec(name="word", rows=13, dim=4, features=("words",), pooling="mean", init_std=1.0),
+)
+KEYS = ("item", "shop", "tags", "more_tags", "words", "s.item")
+OPTIMIZER = RowWiseAdagrad(lr=0.1, eps=1e-6)
+SEED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quirks:
+    """What an implementation is allowed to differ in, as data.
+
+    device         where ids go and vectors come from
+    error_factor   allowed multiple of the float32 reference's error against float64
+    """
+
+    device: str = "cpu"
+    error_factor: float = 3.0
+
+
+def make_ids(rows: int, *, seed: int, keys: Sequence[str] = KEYS, empty: bool = False) -> KeyedJaggedTensor:
+    """A batch for SPECS: scalars of length 1, bags and sequences of 0 to 5 ids (all empty when `empty`)."""
+    generator = torch.Generator().manual_seed(seed)
+    rows_of = {feature: spec.rows for spec in SPECS for feature in spec.features}
+    values, lengths = {}, {}
+    for key in KEYS:
+        scalar = key in ("item", "shop")
+        lengths[key] = torch.randint(0, 6, (rows,), generator=generator)
+        if scalar or empty:
+            lengths[key] = torch.full_like(lengths[key], int(scalar))
+        values[key] = torch.randint(0, rows_of[key], (int(lengths[key].sum()),), generator=generator)
+    return KeyedJaggedTensor(
+        keys=list(keys), values=torch.cat([values[k] for k in keys]), lengths=torch.cat([lengths[k] for k in keys])
+    )
+
+
+def part_of(ids: KeyedJaggedTensor, start: int, stop: int) -> KeyedJaggedTensor:
+    """Rows start:stop of a batch."""
+    parts = ids.to_dict()
+    lengths = [parts[key].lengths()[start:stop] for key in ids.keys()]  # noqa: SIM118
+    values = [parts[key].values()[parts[key].offsets()[start] : parts[key].offsets()[stop]] for key in ids.keys()]  # noqa: SIM118
+    return KeyedJaggedTensor(keys=ids.keys(), values=torch.cat(values), lengths=torch.cat(lengths))
+
+
+def train_step(tables: Tables, ids: KeyedJaggedTensor, *, first_row: int = 0, scale: float = 1.0) -> None:
+    """One backward of a loss whose gradients depend on the vectors and on the row's number in the global batch."""
+    out = tables(ids)
+    keys = ids.keys()
+    loss = torch.zeros((), dtype=next(iter(out.values())).dtype)
+    for feature, vectors in out.items():
+        lengths = ids.lengths().view(len(keys), -1)[keys.index(feature)] if ids.stride() else ids.lengths()
+        weight_B = torch.cos(torch.arange(first_row, first_row + lengths.numel(), dtype=vectors.dtype))
+        weights = weight_B if vectors.shape[0] == lengths.numel() and not _is_sequence(feature) else None
+        if weights is None:
+            weights = weight_B.repeat_interleave(lengths)
+        loss = loss + (weights.to(vectors.device)[:, None] * (vectors - 0.3).square()).sum().to(loss.device)
+    (loss * scale).backward()
+
+
+def run_conformance(factory: Factory, quirks: Quirks) -> None:
+    """All one-process checks."""
+    for check in CHECKS:
+        check(factory, quirks)
+
+
+def check_start_values(factory: Factory, quirks: Quirks) -> None:
+    """Start values come from seed and name alone, momentum starts at 0."""
+    state = factory(SPECS, OPTIMIZER, SEED).table_state()
+    assert sorted(state) == sorted(spec.name for spec in SPECS), sorted(state)
+    for spec in SPECS:
+        expected = initial_rows(spec, seed=SEED, start=0, stop=spec.rows)
+        assert torch.equal(state[spec.name]["weight"], expected), f"start values of {spec.name}"
+        assert not state[spec.name]["momentum"].any(), f"momentum of {spec.name}"
+
+
+def check_lookups(factory: Factory, quirks: Quirks) -> None:
+    """Vectors are the rows of the table, in row order, whatever the order of the keys; empty bags give 0."""
+    tables = factory(SPECS, OPTIMIZER, SEED)
+    state = tables.table_state()
+    for keys in (KEYS, tuple(reversed(KEYS))):
+        ids = make_ids(9, seed=1, keys=keys)
+        out = tables(ids.to(torch.device(quirks.device)))
+        assert sorted(out) == sorted(KEYS), sorted(out)
+        for spec in SPECS:
+            for feature in spec.features:
+                rows = state[spec.name]["weight"][ids[feature].values()]
+                if spec.pooling == "none":
+                    _assert_equal(out[feature].cpu(), rows, feature)
+                    continue
+                for row, own in enumerate(rows.split(ids[feature].lengths().tolist())):
+                    pooled = own.sum(0) / (max(len(own), 1) if spec.pooling == "mean" else 1)
+                    torch.testing.assert_close(out[feature][row].cpu(), pooled, rtol=1e-6, atol=1e-6)
+
+
+def check_training(factory: Factory, quirks: Quirks) -> None:
+    """Twenty steps with repeated ids equal the float64 reference to float32 rounding; zero-row steps change nothing."""
+    tables = factory(SPECS, OPTIMIZER, SEED)
+    oracles = [ReferenceTables(SPECS, optimizer=OPTIMIZER, seed=SEED, dtype=d, alone=True) for d in _DTYPES]
+    for step in range(20):
+        for model in (tables, *oracles):
+            train_step(model, make_ids(8, seed=step).to(_device_of(model, quirks)))
+        if step == 10:
+            before = tables.table_state()
+            train_step(tables, make_ids(0, seed=0).to(torch.device(quirks.device)))
+            _assert_same_state(before, tables.table_state(), "a step on zero rows")
+    _assert_close_to_oracle(tables, oracles, quirks)
+
+
+def check_no_ids(factory: Factory, quirks: Quirks) -> None:
+    """Zero rows, and rows without list ids, give empty or zero vectors of the right dim."""
+    tables = factory(SPECS, OPTIMIZER, SEED)
+    out = tables(make_ids(0, seed=0).to(torch.device(quirks.device)))
+    assert {feature: tuple(vectors.shape) for feature, vectors in out.items()} == {
+        feature: (0, spec.dim) for spec in SPECS for feature in spec.features
+    }
+    out = tables(make_ids(3, seed=0, empty=True).to(torch.device(quirks.device)))
+    assert out["s.item"].shape == (0, 8)
+    _assert_equal(out["tags"].cpu(), torch.zeros(3, 8), "tags of rows without ids")
+    _assert_equal(out["words"].cpu(), torch.zeros(3, 4), "words of rows without ids")
+
+
+def check_bad_input(factory: Factory, quirks: Quirks) -> None:
+    """Ids outside the table and missing features are ValueErrors that name them; no parameter changes."""
+    tables = factory(SPECS, OPTIMIZER, SEED)
+    before = tables.table_state()
+    for bad in (23, -1):
+        ids = make_ids(4, seed=2)
+        start = int(ids.offset_per_key()[KEYS.index("s.item")])
+        ids.values()[start + 1] = bad
+        row = int((ids["s.item"].offsets() <= 1).sum()) - 1
+        message = _error_of(lambda ids=ids: tables(ids.to(torch.device(quirks.device))))
+        for part in ("'s.item'", "'item'", f"row {row}", f"id {bad} ", "0 <= id < 23"):
+            assert part in message, f"{part!r} not in {message!r}"
+    message = _error_of(lambda: tables(make_ids(2, seed=0, keys=KEYS[:-1]).to(torch.device(quirks.device))))
+    assert "s.item" in message, message
+    _assert_same_state(before, tables.table_state(), "bad input")
+
+
+def check_state(factory: Factory, quirks: Quirks) -> None:
+    """State moves a model from one object to another bit for bit; a state that does not fit changes nothing."""
+    source, target = factory(SPECS, OPTIMIZER, SEED), factory(SPECS, OPTIMIZER, SEED + 1)
+    for step in range(3):
+        train_step(source, make_ids(5, seed=step).to(torch.device(quirks.device)))
+    before = target.table_state()
+    broken = source.table_state()
+    del broken["shop"]
+    broken["other"] = broken["tag"]
+    broken["word"] = {"weight": torch.zeros(2, 4), "momentum": broken["word"]["momentum"]}
+    message = _error_of(lambda: target.load_table_state(broken))
+    for part in ("'shop' is missing", "'other'", "'word'", "(13, 4)", "(2, 4)"):
+        assert part in message, f"{part!r} not in {message!r}"
+    _assert_same_state(before, target.table_state(), "a state that does not fit")
+    target.load_table_state(source.table_state())
+    for tables in (source, target):
+        train_step(tables, make_ids(5, seed=9).to(torch.device(quirks.device)))
+    _assert_same_state(source.table_state(), target.table_state(), "loading a state and one step")
+
+
+def check_learning_rate(factory: Factory, quirks: Quirks) -> None:
+    """set_learning_rate counts from the next forward on: 0 stops the weights, momentum goes on."""
+    tables = factory(SPECS, OPTIMIZER, SEED)
+    before = tables.table_state()
+    tables.set_learning_rate(0.0)
+    train_step(tables, make_ids(5, seed=1).to(torch.device(quirks.device)))
+    frozen = tables.table_state()
+    for name in before:
+        _assert_equal(frozen[name]["weight"], before[name]["weight"], f"{name} at learning rate 0")
+        assert frozen[name]["momentum"].any(), name
+    tables.set_learning_rate(0.2)
+    other = factory(SPECS, RowWiseAdagrad(lr=0.2, eps=OPTIMIZER.eps), SEED)
+    other.load_table_state(frozen)
+    for model in (tables, other):
+        train_step(model, make_ids(5, seed=2).to(torch.device(quirks.device)))
+    _assert_same_state(tables.table_state(), other.table_state(), "learning rate 0.2")
+
+
+def check_ranks(factory: Factory, quirks: Quirks, rank: int, world_size: int) -> None:
+    """Every rank trains its unequal part of a global batch (rank 0's may be empty); the result is one process's."""
+    tables = factory(SPECS, OPTIMIZER, SEED)
+    oracles = [ReferenceTables(SPECS, optimizer=OPTIMIZER, seed=SEED, dtype=d, alone=True) for d in _DTYPES]
+    rows = 9
+    for step in range(20):
+        whole = make_ids(rows, seed=step)
+        start = 0 if step == 5 else 2
+        bounds = [0, start, *[rows] * world_size] if world_size > 1 else [0, rows]
+        own = part_of(whole, bounds[rank], bounds[rank + 1]).to(torch.device(quirks.device))
+        train_step(tables, own, first_row=bounds[rank], scale=world_size / rows)
+        for oracle in oracles:
+            train_step(oracle, whole, scale=1 / rows)
+    _assert_close_to_oracle(tables, oracles, quirks)
+    saved = tables.table_state()
+    again = factory(SPECS, OPTIMIZER, SEED + 1)
+    again.load_table_state(saved)
+    _assert_same_state(saved, again.table_state(), "loading on several ranks")
+
+
+CHECKS: tuple[Callable[[Factory, Quirks], None], ...] = (
+    check_start_values,
+    check_lookups,
+    check_training,
+    check_no_ids,
+    check_bad_input,
+    check_state,
+    check_learning_rate,
+)
+_DTYPES = (torch.float64, torch.float32)
+
+
+def _is_sequence(feature: str) -> bool:
+    return next(spec.pooling for spec in SPECS if feature in spec.features) == "none"
+
+
+def _device_of(model: Any, quirks: Quirks) -> torch.device:
+    return torch.device("cpu" if isinstance(model, ReferenceTables) else quirks.device)
+
+
+def _assert_close_to_oracle(tables: Tables, oracles: Sequence[ReferenceTables], quirks: Quirks) -> None:
+    state, exact, plain = tables.table_state(), oracles[0].table_state(), oracles[1].table_state()
+    for name in exact:
+        for key in ("weight", "momentum"):
+            error = (state[name][key].double() - exact[name][key]).abs().max()
+            rounding = (plain[name][key].double() - exact[name][key]).abs().max()
+            floor = 2 * torch.finfo(torch.float32).eps * exact[name][key].abs().max()
+            allowed = quirks.error_factor * rounding + floor
+            assert error <= allowed, f"{name} {key}: error {error:.3g} against float64, allowed {allowed:.3g}"
+
+
+def _assert_same_state(first: dict[str, Any], second: dict[str, Any], what: str) -> None:
+    for name in first:
+        for key in ("weight", "momentum"):
+            _assert_equal(second[name][key], first[name][key], f"{what}: {name} {key}")
+
+
+def _assert_equal(came: Tensor, expected: Tensor, what: str) -> None:
+    assert torch.equal(came.detach(), expected), f"{what}: {came} differs from {expected}"
+
+
+def _error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("no ValueError was raised")

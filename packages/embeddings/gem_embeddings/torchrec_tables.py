@@ -1,0 +1,267 @@
+"""Tables through TorchRec: sharded by DistributedModelParallel, updated by FBGEMM inside backward.
+
+Pooled tables live in one EmbeddingBagCollection, the others in one EmbeddingCollection per embedding dim (a collection
+wants a single dim). Placement is explicit instead of planned: table-wise tables go largest first to the least loaded
+rank, row-wise ones are cut evenly; so the plan needs no performance model, no collective, and is the same on every run.
+
+What TorchRec does not do, and this file does:
+- zero rows: a sharded collection cannot reshape a batch of zero rows, so it gets one row without ids, cut off after;
+- unequal rows per rank: row-wise pooling reduces equal blocks, so all ranks are filled up with rows without ids to the
+  largest (one small all-reduce, only if a pooled table is row-wise);
+- means: TorchRec divides by length + 1e-6 when a pooled table is row-wise, an error of 1e-6 in every gradient (of the
+  sum-pooled tables beside it too); so all bags are summed there and divided by their length here;
+- key order: a sharded module learns the order of the features at its first batch, so every batch is brought into one;
+- state: whole tables under their plain names, instead of shards under names that contain the sharding.
+
+Column-wise sharding is not offered: each slice would keep its own momentum, which is another optimizer than row-wise
+AdaGrad on the whole row. Cost of a `table_state`: one all-reduce of each whole table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from gem_embeddings.initial import initial_rows
+from gem_embeddings.interface import RowWiseAdagrad, TableSpec
+from gem_embeddings.validation import check_ids, check_learning_rate, check_state
+
+
+class TorchRecTables(nn.Module):
+    """See `gem_embeddings.interface.Tables`. Its parameters must not go into a dense optimizer."""
+
+    def __init__(
+        self,
+        specs: Sequence[TableSpec],
+        *,
+        optimizer: RowWiseAdagrad,
+        seed: int,
+        process_group: Any = None,
+        device: Any = "cpu",
+        sharding: Mapping[str, str],
+    ) -> None:
+        super().__init__()
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                'impl="torchrec" needs an initialised process group, also for one process: call '
+                'torch.distributed.init_process_group("gloo") first, or use impl="reference"'
+            )
+        self.specs = tuple(specs)
+        self.group = process_group if process_group is not None else dist.group.WORLD
+        self.device = torch.device(device)
+        self._equal_rows = dist.get_world_size(self.group) > 1 and any(
+            spec.pooling != "none" and sharding.get(spec.name) == "row_wise" for spec in specs
+        )
+        self._model = _distribute(_Collections(specs), specs, optimizer, self.group, self.device, sharding)
+        for spec in specs:
+            for part, start in self._local_parts("weight").get(spec.name, ()):
+                part.copy_(initial_rows(spec, seed=seed, start=start, stop=start + part.shape[0]))
+
+    def forward(self, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
+        """Feature -> (N, dim) or (B, dim); see the interface."""
+        check_ids(self.specs, ids)
+        rows = ids.stride()
+        wanted = max(rows, 1)
+        if self._equal_rows:
+            most = torch.tensor([wanted], device=self.device)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+            wanted = int(most)
+        bags, sequences = self._model(_with_rows(ids, wanted))
+        out: dict[str, Tensor] = {}
+        if bags is not None:
+            out.update({feature: vectors[:rows] for feature, vectors in bags.to_dict().items()})
+        for spec in self.specs:
+            if spec.pooling == "mean":
+                out.update({feature: _divide_by_length(out[feature], ids, feature) for feature in spec.features})
+        for collection in sequences:
+            out.update({feature: jagged.values() for feature, jagged in collection.items()})
+        return out
+
+    def table_state(self) -> dict[str, dict[str, Tensor]]:
+        """Table name -> {"weight", "momentum"}, whole, on CPU, on every rank. A collective: all ranks must call it."""
+        parts = {key: self._local_parts(key) for key in ("weight", "momentum")}
+        shapes = {"weight": lambda spec: (spec.rows, spec.dim), "momentum": lambda spec: (spec.rows,)}
+        return {
+            spec.name: {key: self._gather(shapes[key](spec), parts[key].get(spec.name, ())) for key in parts}
+            for spec in self.specs
+        }
+
+    def load_table_state(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Inverse of `table_state`; ValueError and no change if anything does not fit. Each rank takes its shards."""
+        check_state(self.specs, state)
+        for key in ("weight", "momentum"):
+            for name, parts in self._local_parts(key).items():
+                for part, start in parts:
+                    part.copy_(state[name][key][start : start + part.shape[0]])
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Learning rate of every table from the next forward on."""
+        check_learning_rate(lr)
+        fused = self._model.fused_optimizer
+        for group in fused.param_groups:
+            group["lr"] = lr
+        fused.step()  # updates nothing but the learning rate inside FBGEMM
+
+    def _local_parts(self, key: str) -> dict[str, list[tuple[Tensor, int]]]:
+        """Table name -> (tensor that shares memory with the table, its first row) of each shard on this rank."""
+        parts: dict[str, list[tuple[Tensor, int]]] = {}
+        for name, sharded in self._sharded(key):
+            for shard in sharded.local_shards():
+                parts.setdefault(name, []).append((shard.tensor.detach(), shard.metadata.shard_offsets[0]))
+        return parts
+
+    def _sharded(self, key: str) -> Iterator[tuple[str, Any]]:
+        if key == "weight":
+            for path, sharded in self._model.state_dict().items():
+                yield path.split(".")[-2], sharded
+        else:
+            for path, entries in self._model.fused_optimizer.state_dict()["state"].items():
+                name = path.split(".")[-2]
+                yield name, entries[f"{name}.momentum1"]
+
+    def _gather(self, shape: tuple[int, ...], parts: Sequence[tuple[Tensor, int]]) -> Tensor:
+        whole = torch.zeros(shape, device=self.device)
+        for part, start in parts:
+            whole[start : start + part.shape[0]] = part
+        if dist.get_world_size(self.group) > 1:
+            # Every element is zero bits on all ranks but its owner's: an integer sum keeps each float bit for bit.
+            dist.all_reduce(whole.view(torch.int32), group=self.group)
+        return whole.cpu()
+
+
+class _Collections(nn.Module):
+    """The TorchRec modules before sharding; forward sees the sharded ones."""
+
+    def __init__(self, specs: Sequence[TableSpec]) -> None:
+        from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+        from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+        super().__init__()
+        meta = torch.device("meta")
+        pooled = [spec for spec in specs if spec.pooling != "none"]
+        self.bags: nn.Module | None = None
+        if pooled:
+            configs = [EmbeddingBagConfig(pooling=PoolingType.SUM, **_table_arguments(spec)) for spec in pooled]
+            self.bags = EmbeddingBagCollection(tables=configs, device=meta)
+        self.bag_features = [feature for spec in pooled for feature in spec.features]
+        self.sequences = nn.ModuleDict()
+        self.sequence_features: dict[str, list[str]] = {}
+        for dim in sorted({spec.dim for spec in specs if spec.pooling == "none"}):
+            own = [spec for spec in specs if spec.pooling == "none" and spec.dim == dim]
+            configs = [EmbeddingConfig(**_table_arguments(spec)) for spec in own]
+            self.sequences[f"dim{dim}"] = EmbeddingCollection(tables=configs, device=meta)
+            self.sequence_features[f"dim{dim}"] = [feature for spec in own for feature in spec.features]
+
+    def forward(self, ids: KeyedJaggedTensor) -> tuple[Any, list[Any]]:
+        # All input exchanges start before any result is waited for: both calls return lazily.
+        bags = self.bags(_select(ids, self.bag_features)) if self.bags is not None else None
+        sequences = [module(_select(ids, self.sequence_features[name])) for name, module in self.sequences.items()]
+        return bags, sequences
+
+
+def _table_arguments(spec: TableSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "num_embeddings": spec.rows,
+        "embedding_dim": spec.dim,
+        "feature_names": list(spec.features),
+    }
+
+
+def _distribute(
+    collections: _Collections,
+    specs: Sequence[TableSpec],
+    optimizer: RowWiseAdagrad,
+    group: Any,
+    device: torch.device,
+    sharding: Mapping[str, str],
+) -> Any:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed.comm import get_local_size
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+    from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+    size = dist.get_world_size(group)
+    fused = {
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "learning_rate": optimizer.lr,
+        "eps": optimizer.eps,
+    }
+    bag_sharder = EmbeddingBagCollectionSharder(fused_params=dict(fused))
+    sequence_sharder = EmbeddingCollectionSharder(fused_params=dict(fused))
+    rank_of = place_tables([spec for spec in specs if sharding.get(spec.name) != "row_wise"], size)
+
+    def plan_for(module: nn.Module, sharder: Any, tables: Sequence[TableSpec]) -> Any:
+        how = {
+            spec.name: table_wise(rank=rank_of[spec.name], compute_kernel="fused")
+            if spec.name in rank_of
+            else row_wise(compute_kernel="fused")
+            for spec in tables
+        }
+        return construct_module_sharding_plan(
+            module,
+            how,
+            sharder=sharder,
+            local_size=get_local_size(size) if device.type == "cuda" else size,
+            world_size=size,
+            device_type=device.type,
+        )
+
+    plan = {}
+    if collections.bags is not None:
+        plan["bags"] = plan_for(collections.bags, bag_sharder, [s for s in specs if s.pooling != "none"])
+    for name, module in collections.sequences.items():
+        own = [spec for spec in specs if spec.pooling == "none" and f"dim{spec.dim}" == name]
+        plan[f"sequences.{name}"] = plan_for(module, sequence_sharder, own)
+    return DistributedModelParallel(
+        collections,
+        env=ShardingEnv.from_process_group(group),
+        device=device,
+        plan=ShardingPlan(plan),
+        sharders=[bag_sharder, sequence_sharder],
+    )
+
+
+def place_tables(specs: Sequence[TableSpec], ranks: int) -> dict[str, int]:
+    """Table name -> rank: largest first, each to the rank with the fewest bytes so far (lowest rank on a tie).
+
+    Example: tables of 9, 5, 4 and 1 rows of equal dim on two ranks go to ranks 0, 1, 1 and 0: loads 10 and 9.
+    """
+    loads = [0] * ranks
+    placed = {}
+    for spec in sorted(specs, key=lambda spec: (-spec.rows * spec.dim, spec.name)):
+        rank = loads.index(min(loads))
+        placed[spec.name] = rank
+        loads[rank] += spec.rows * spec.dim
+    return placed
+
+
+def _select(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
+    keys = ids.keys()
+    return ids.permute([keys.index(feature) for feature in features])
+
+
+def _divide_by_length(vectors_BD: Tensor, ids: KeyedJaggedTensor, feature: str) -> Tensor:
+    if ids.stride() == 0:
+        return vectors_BD
+    lengths_B = ids.lengths().view(-1, ids.stride())[ids.keys().index(feature)]
+    return vectors_BD / lengths_B.clamp(min=1).to(vectors_BD.dtype)[:, None]
+
+
+def _with_rows(ids: KeyedJaggedTensor, rows: int) -> KeyedJaggedTensor:
+    """The same batch with rows without ids appended until it has `rows` rows."""
+    missing = rows - ids.stride()
+    if missing == 0:
+        return ids
+    keys = ids.keys()
+    lengths_FB = ids.lengths().view(len(keys), -1) if ids.stride() else ids.lengths().new_zeros(len(keys), 0)
+    lengths_FB = torch.nn.functional.pad(lengths_FB, (0, missing))
+    return KeyedJaggedTensor(keys=keys, values=ids.values(), lengths=lengths_FB.flatten())

@@ -1,0 +1,119 @@
+"""The checks every implementation makes, so that a mistake reads the same whatever runs underneath.
+
+FBGEMM's default for an id outside its table is to warn and train row 0; so ids are checked here, before any lookup.
+The check is one pass over the ids and, on a GPU, one wait for the device; it is not optional.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from gem_embeddings.interface import RowWiseAdagrad, TableSpec
+
+POOLINGS = ("none", "sum", "mean")
+STATE_KEYS = ("weight", "momentum")
+
+
+def check_specs(specs: Sequence[TableSpec]) -> None:
+    """Raise ValueError listing everything that is wrong with the tables asked for."""
+    problems = []
+    owner: dict[str, str] = {}
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            problems.append(f"table {spec.name!r} is given twice")
+        seen.add(spec.name)
+        if not spec.name or "." in spec.name:
+            problems.append(f"table name {spec.name!r} must be non-empty and without dots")
+        if spec.rows < 1 or spec.dim < 1:
+            problems.append(f"table {spec.name!r} needs rows >= 1 and dim >= 1, got rows={spec.rows}, dim={spec.dim}")
+        if spec.dim % 4:
+            problems.append(f"table {spec.name!r}: dim must be a multiple of 4 (FBGEMM's row layout), got {spec.dim}")
+        if spec.pooling not in POOLINGS:
+            problems.append(f"table {spec.name!r}: pooling must be one of {POOLINGS}, got {spec.pooling!r}")
+        if spec.init_std < 0:
+            problems.append(f"table {spec.name!r}: init_std must be >= 0, got {spec.init_std}")
+        if not spec.features:
+            problems.append(f"table {spec.name!r} has no feature that looks it up")
+        for feature in spec.features:
+            if feature in owner:
+                problems.append(f"feature {feature!r} looks up both table {owner[feature]!r} and table {spec.name!r}")
+            owner[feature] = spec.name
+    if not specs:
+        problems.append("no table given")
+    if problems:
+        raise ValueError("tables cannot be built:\n  " + "\n  ".join(problems))
+
+
+def check_optimizer(optimizer: RowWiseAdagrad) -> None:
+    """Raise ValueError unless lr >= 0 and eps > 0."""
+    if optimizer.lr < 0 or optimizer.eps <= 0:
+        raise ValueError(f"RowWiseAdagrad needs lr >= 0 and eps > 0, got lr={optimizer.lr}, eps={optimizer.eps}")
+
+
+def check_learning_rate(lr: float) -> None:
+    """Raise ValueError unless lr is a finite number >= 0."""
+    if not 0.0 <= lr < float("inf"):
+        raise ValueError(f"learning rate must be finite and >= 0, got {lr}")
+
+
+def check_ids(specs: Sequence[TableSpec], ids: KeyedJaggedTensor) -> None:
+    """Raise ValueError if a feature is missing or an id lies outside its table; nothing has been looked up by then.
+
+    Example: table item with 13 rows, feature s.item with rows [5, 6] and [13]: the error names feature "s.item",
+    table "item", id 13 and row 1 of this rank's batch.
+    """
+    keys = ids.keys()
+    missing = [feature for spec in specs for feature in spec.features if feature not in keys]
+    if missing:
+        raise ValueError(f"the batch lacks features {missing}; it has {keys}")
+    if ids.weights_or_none() is not None:
+        raise ValueError("weighted ids are not supported: build the KeyedJaggedTensor without weights")
+    if ids.values().dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"ids must be int64 or int32, got {ids.values().dtype}")
+    limits = {feature: spec.rows for spec in specs for feature in spec.features}
+    no_limit = torch.iinfo(ids.values().dtype).max
+    limit_of_key = torch.tensor([limits.get(key, no_limit) for key in keys], device=ids.values().device)
+    per_key = torch.tensor(ids.length_per_key(), device=ids.values().device)
+    values = ids.values()
+    known = torch.tensor([key in limits for key in keys], device=values.device)
+    limit_N = limit_of_key.repeat_interleave(per_key, output_size=values.numel())
+    known_N = known.repeat_interleave(per_key, output_size=values.numel())
+    bad_N = ((values < 0) | (values >= limit_N)) & known_N
+    if bool(bad_N.any()):
+        raise ValueError(_describe_bad_id(specs, ids, int(bad_N.nonzero()[0, 0]), int(bad_N.sum())))
+
+
+def _describe_bad_id(specs: Sequence[TableSpec], ids: KeyedJaggedTensor, index: int, count: int) -> str:
+    key_row = int(torch.searchsorted(ids.offsets(), index, right=True)) - 1
+    key, row = divmod(key_row, ids.stride())
+    feature = ids.keys()[key]
+    spec = next(spec for spec in specs if feature in spec.features)
+    return (
+        f"feature {feature!r}, row {row} of this rank's batch: id {int(ids.values()[index])} is outside table "
+        f"{spec.name!r}, expected 0 <= id < {spec.rows} ({count} such ids in the batch); nothing was trained. "
+        f"Check the data with `gemline data verify`, or give the table more rows in schema.json"
+    )
+
+
+def check_state(specs: Sequence[TableSpec], state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raise ValueError listing every table that is missing, unknown, or of another shape or dtype."""
+    by_name = {spec.name: spec for spec in specs}
+    problems = [f"table {name!r} is missing" for name in by_name if name not in state]
+    problems += [f"table {name!r} is not one of this model's tables" for name in state if name not in by_name]
+    for name in by_name.keys() & state.keys():
+        spec, entry = by_name[name], state[name]
+        shapes = {"weight": (spec.rows, spec.dim), "momentum": (spec.rows,)}
+        problems += [f"table {name!r}: unknown entry {key!r}" for key in entry if key not in STATE_KEYS]
+        for key in STATE_KEYS:
+            if key not in entry:
+                problems.append(f"table {name!r}: {key} is missing")
+            elif tuple(entry[key].shape) != shapes[key] or entry[key].dtype != torch.float32:
+                came = f"{tuple(entry[key].shape)} {entry[key].dtype}"
+                problems.append(f"table {name!r}: {key} should be {shapes[key]} torch.float32, got {came}")
+    if problems:
+        raise ValueError("table state does not fit, nothing was loaded:\n  " + "\n  ".join(sorted(problems)))

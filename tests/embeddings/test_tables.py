@@ -1,0 +1,132 @@
+"""Every implementation of the tables against the shipped conformance suite, one process and two."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gem_embeddings import initial, testing
+from gem_embeddings.api import build_tables
+from gem_embeddings.interface import RowWiseAdagrad, TableSpec
+from gem_embeddings.reference import rowwise_adagrad_
+from gem_embeddings.testing import CHECKS, SPECS, Quirks
+from gem_embeddings.torchrec_tables import place_tables
+
+ROW_WISE = {spec.name: "row_wise" for spec in SPECS}
+
+
+def factory_of(impl, sharding=None):
+    def factory(specs, optimizer, seed):
+        return build_tables(specs, optimizer=optimizer, seed=seed, impl=impl, sharding=sharding)
+
+    return factory
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    store = tmp_path_factory.mktemp("gloo") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("impl", ["reference", "torchrec"])
+def test_conformance(one_process, impl, check):
+    check(factory_of(impl), Quirks())
+
+
+def test_conformance_row_wise(one_process):
+    testing.check_training(factory_of("torchrec", ROW_WISE), Quirks())
+
+
+def test_world_of_one_is_the_ranks_check(one_process):
+    testing.check_ranks(factory_of("torchrec"), Quirks(), 0, 1)
+
+
+@pytest.mark.distributed
+def test_two_ranks_train_as_one():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    worker = Path(__file__).with_name("ranks_worker.py")
+    ranks = [
+        subprocess.Popen([sys.executable, str(worker), str(rank), "2", str(port)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
+
+
+def test_placement_is_largest_first():
+    specs = [
+        TableSpec(name=name, rows=rows, dim=4, features=(name,))
+        for name, rows in (("a", 1), ("b", 9), ("c", 4), ("d", 5))
+    ]
+    assert place_tables(specs, 2) == {"b": 0, "d": 1, "c": 1, "a": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rows": 0}, "rows >= 1"),
+        ({"dim": 6}, "multiple of 4"),
+        ({"pooling": "max"}, "pooling must be one of"),
+        ({"features": ("x",)}, "looks up both table"),
+        ({"name": "one"}, "given twice"),
+    ],
+)
+def test_bad_specs(changes, words):
+    good = TableSpec(name="one", rows=3, dim=4, features=("x",))
+    second = TableSpec(**({"name": "two", "rows": 3, "dim": 4, "features": ("y",)} | changes))
+    with pytest.raises(ValueError, match=words):
+        build_tables([good, second], optimizer=RowWiseAdagrad(), seed=0, impl="reference")
+
+
+def test_bad_arguments():
+    specs = [TableSpec(name="one", rows=3, dim=4, features=("x",))]
+    with pytest.raises(ValueError, match="impl must be one of"):
+        build_tables(specs, optimizer=RowWiseAdagrad(), seed=0, impl="fast")
+    with pytest.raises(ValueError, match="eps > 0"):
+        build_tables(specs, optimizer=RowWiseAdagrad(eps=0.0), seed=0, impl="reference")
+    with pytest.raises(ValueError, match="names table 'two'"):
+        build_tables(specs, optimizer=RowWiseAdagrad(), seed=0, impl="reference", sharding={"two": "row_wise"})
+
+
+def test_torchrec_needs_a_process_group(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    specs = [TableSpec(name="one", rows=3, dim=4, features=("x",))]
+    with pytest.raises(ValueError, match="init_process_group"):
+        build_tables(specs, optimizer=RowWiseAdagrad(), seed=0, impl="torchrec")
+
+
+def test_worked_example_of_the_reference_optimizer():
+    weight, momentum = torch.zeros(4, 2), torch.zeros(4)
+    rowwise_adagrad_(weight, momentum, torch.tensor([3, 3]), torch.tensor([[1.0, 1.0], [2.0, 0.0]]), lr=0.1, eps=1e-12)
+    assert momentum.tolist() == [0, 0, 0, 5]
+    torch.testing.assert_close(weight[3], -0.1 * torch.tensor([3.0, 1.0]) / 5**0.5)
+    assert not weight[:3].any()
+
+
+def test_start_values_do_not_depend_on_the_shard():
+    spec = TableSpec(name="big", rows=initial.BLOCK_ROWS + 10, dim=4, features=("x",), init_std=0.5)
+    whole = initial.initial_rows(spec, seed=1, start=0, stop=spec.rows)
+    start = initial.BLOCK_ROWS - 3
+    assert torch.equal(initial.initial_rows(spec, seed=1, start=start, stop=spec.rows), whole[start:])
+    assert abs(float(whole.std()) - 0.5) < 0.01
+    assert not torch.equal(whole[:10], initial.initial_rows(spec, seed=2, start=0, stop=10))
+
+
+def test_the_readme_example_runs():
+    readme = Path(initial.__file__).parents[1] / "README.md"
+    code = readme.read_text().split("```python\n")[1].split("```")[0]
+    exec(compile(code, str(readme), "exec"), {})
