@@ -23,6 +23,8 @@ __all__ = ["DatasetError", "PreparedData", "load", "names", "options_type"]
 # name -> (module, options dataclass); each module has `prepare(options) -> PreparedData`.
 _DATASETS = {
     "ml-100k": ("gem_datasets.ml_100k", "MovieLensOptions"),
+    "parity": ("gem_datasets.parity", "ParityOptions"),
+    "synthetic": ("gem_datasets.synthetic", "SyntheticOptions"),
 }
 
 
@@ -52,7 +54,8 @@ def load(name: str, **options: Any) -> PreparedData:
     for option in options:
         if option not in known:
             raise DatasetError(
-                f"data set {name!r} has no option {option!r}{_suggest(option, known)}; known options: {', '.join(known)}"
+                f"data set {name!r} has no option {option!r}{_suggest(option, known)}; "
+                f"known options: {', '.join(known)}"
             )
     return importlib.import_module(module).prepare(kind(**options))  # type: ignore[no-any-return]
 

@@ -18,8 +18,8 @@ Columns (all tables: id 0 = unknown):
     dense.*                     standardized with the training rows' mean and deviation, see `_dense`
     stream.history              the user's latest events: item, rating, genre_set; bits: 0 rating >= 4, 1 rating 5,
                                 2 rating <= 2
-    stream.audience             the item's latest events (absent if audience_length is 0): user, rating, profile (gender x age);
-                                same bits
+    stream.audience             the item's latest events (absent if audience_length is 0): user, rating, profile
+                                (gender x age); same bits
 """
 
 from __future__ import annotations
