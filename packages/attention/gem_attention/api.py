@@ -36,6 +36,7 @@ def make_layout(
     num_targets: Tensor | None = None,
     num_context: Tensor | None = None,
     timestamps: Tensor | None = None,
+    tail: bool = False,
     max_q_len: int | None = None,
     max_k_len: int | None = None,
     total_q: int | None = None,
@@ -44,7 +45,8 @@ def make_layout(
 ) -> Layout:
     """Describe one batch, check it, and share the result between layers.
 
-    q_offsets alone: self attention. Both: cross or tail. k_offsets alone: broadcast queries. See `Layout` for shapes.
+    q_offsets alone: self attention. Both: cross, or with tail=True the last rows of each key sequence. k_offsets alone:
+    broadcast queries. See `Layout` for shapes.
     Lengths and totals that are not given are read from the offsets, which waits for the device; so does check_values.
     A trainer whose loader has checked its batches passes all host numbers and check_values=False: then nothing waits,
     and wrong offsets are undefined behaviour.
@@ -77,6 +79,7 @@ def make_layout(
         q_offsets=q_offsets,
         total_q=total_q,
         max_q_len=max_q_len,
+        tail=tail,
         num_targets=num_targets,
         num_context=num_context,
         kv_index=kv_index,
@@ -112,9 +115,7 @@ def attention(
         out = attention(q, k, v, spec=spec, layout=make_layout(q_offsets=tensor([0, 3, 5])), impl="eager")
     Row 0 is silu(<q_0, k_0>) / 3 * v_0; row 3, the first of the second sequence, silu(<q_3, k_3>) / 3 * v_3.
     """
-    check_call(
-        q, k, v, spec=spec, layout=layout, position_table=position_table, time_table=time_table, divisor=divisor
-    )
+    check_call(q, k, v, spec=spec, layout=layout, position_table=position_table, time_table=time_table, divisor=divisor)
     module = _choose(impl, q, k, v, spec, layout)
     out: Tensor = module.attention(
         q, k, v, spec=spec, layout=layout, position_table=position_table, time_table=time_table, divisor=divisor
@@ -124,7 +125,7 @@ def attention(
 
 def _choose(impl: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, layout: Layout) -> ModuleType:
     if impl == "auto":
-        reasons = []
+        reasons: list[str] = []
         for name in _AUTO_ORDER.get(q.device.type, ("eager",)):
             module, reason = _load(name, q, k, v, spec, layout)
             if module is not None:

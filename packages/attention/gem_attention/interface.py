@@ -25,7 +25,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from gem_attention.validation import check_bias_spec, check_mask_spec, check_spec, check_time_buckets
+from gem_attention.validation import check_bias_spec, check_mask_spec, check_rotary_spec, check_spec, check_time_buckets
 
 INTERFACE_VERSION = (1, 0)
 
@@ -148,8 +148,10 @@ class Layout:
     total_q, total_k      rows of q (0 for broadcast) and of k: the last offsets, as host numbers
     max_q_len, max_k_len  upper bounds of the lengths, host numbers (0 for broadcast q); they size grids, not results
     num_targets  (B,) int64, when mask.targets          num_context  (B,) int64, when mask.context
+    tail         promises that no sample has more queries than keys, as query "tail" needs
     kv_index     (B,) int64, non-decreasing: sample b reads kv row kv_index[b] (impressions that share a request's
-                 history); query kinds "cross" and "broadcast"
+                 history); query kinds "cross" and "broadcast". Samples of one row are one run of queries, so
+                 `sharing.without_kv_index` rewrites the layout and an implementation need not know about it
     timestamps   (Tk,) int64 seconds, when bias.time
 
     Example, three samples of 2, 0 and 3 tokens: q_offsets = [0, 2, 2, 5], total_q = 5, max_q_len = 3.
@@ -162,10 +164,33 @@ class Layout:
     q_offsets: Tensor | None = None
     total_q: int = 0
     max_q_len: int = 0
+    tail: bool = False
     num_targets: Tensor | None = None
     num_context: Tensor | None = None
     kv_index: Tensor | None = None
     timestamps: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotarySpec:
+    """Rotary embedding of q and k whose phase uses the position and, where time_scale_s is given, the log time gap.
+
+    Pair i (i = 0 .. D/2 - 1) of token t turns by
+        angle_ti = position_t * base ** (-2 i / D) + log(1 + age_t / time_scale_s) * time_base ** (-2 i / D)
+    age_t: seconds, >= 0, by which the event lies before its sample's reference time (say, the request). Since q and k
+    both turn, a score depends on the difference of positions and on the ratio of (shifted) ages.
+
+    pairing   "interleaved": pair i is dims (2 i, 2 i + 1); "halves": dims (i, i + D/2). Public models use both, and
+              weights trained with one are wrong with the other, so it is named.
+    """
+
+    pairing: Literal["interleaved", "halves"]
+    base: float = 10_000.0
+    time_scale_s: float | None = None
+    time_base: float = 100.0
+
+    def __post_init__(self) -> None:
+        check_rotary_spec(self)
 
 
 class Attention(Protocol):

@@ -10,6 +10,7 @@ All sizes are Python integers, so no check overflows, whatever the number of ele
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from gem_attention.interface import AttentionSpec, BiasSpec, Layout, MaskSpec, TimeBuckets
+    from gem_attention.interface import AttentionSpec, BiasSpec, Layout, MaskSpec, RotarySpec, TimeBuckets
 
 ACTIVATIONS = ("softmax", "silu", "gelu", "gelu_tanh", "gelu_poly", "relu", "relu2", "identity")
 QUERY_KINDS = ("self", "cross", "broadcast", "tail")
@@ -100,6 +101,14 @@ def check_bias_spec(bias: BiasSpec) -> None:
     )
 
 
+def check_rotary_spec(rotary: RotarySpec) -> None:
+    _one_of("rotary.pairing", rotary.pairing, ("interleaved", "halves"))
+    for name in ("base", "time_base", "time_scale_s"):
+        value = getattr(rotary, name)
+        ok = (value is None and name == "time_scale_s") or (value is not None and math.isfinite(value) and value > 0)
+        _require(ok, f"rotary.{name}={value!r}: expected a finite number > 0")
+
+
 def check_spec(spec: AttentionSpec) -> None:
     _one_of("activation", spec.activation, ACTIVATIONS)
     _one_of("query", spec.query, QUERY_KINDS)
@@ -114,8 +123,8 @@ def check_spec(spec: AttentionSpec) -> None:
     if spec.query in ("cross", "broadcast"):
         _require(
             spec.mask == type(spec.mask)(),
-            f"query={spec.query!r} has no common positions of queries and keys, so no mask is defined; got {spec.mask}: "
-            "use MaskSpec(), or query='self' or 'tail'",
+            f"query={spec.query!r} has no common positions of queries and keys, so no mask is defined; got "
+            f"{spec.mask}: use MaskSpec(), or query='self' or 'tail'",
         )
         _require(
             spec.bias is None,
@@ -138,19 +147,14 @@ def _check_index_tensor(name: str, t: Tensor, *, device: torch.device | None = N
 
 def _check_offsets(name: str, offsets: list[int], total: int, max_len: int) -> None:
     _require(offsets[0] == 0, f"{name}[0] is {offsets[0]}: offsets start at 0")
-    lengths = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
-    for i, length in enumerate(lengths):
-        _require(
-            length >= 0,
-            f"{name} goes down at position {i + 1}: {offsets[i]} then {offsets[i + 1]}; offsets never decrease",
-        )
-        _require(
-            length <= max_len,
-            f"sample {i} has {length} rows ({name}), more than the maximum length {max_len} given with the layout",
-        )
-    _require(
-        offsets[-1] == total, f"{name}[-1] is {offsets[-1]}, but the layout has {total} rows: they must be equal"
-    )
+    for i, (start, end) in enumerate(itertools.pairwise(offsets)):
+        if end < start:
+            raise ValueError(f"{name} goes down at position {i + 1}: {start} then {end}; offsets never decrease")
+        if end - start > max_len:
+            raise ValueError(
+                f"sample {i} has {end - start} rows ({name}), more than the maximum length {max_len} of the layout"
+            )
+    _require(offsets[-1] == total, f"{name}[-1] is {offsets[-1]}, but the layout has {total} rows: they must be equal")
 
 
 def check_layout_shapes(layout: Layout) -> None:
@@ -188,6 +192,8 @@ def check_layout(layout: Layout) -> None:
     _check_offsets("k_offsets", k_offsets, layout.total_k, layout.max_k_len)
     if layout.q_offsets is not None and layout.q_offsets is not layout.k_offsets:
         _check_offsets("q_offsets", layout.q_offsets.tolist(), layout.total_q, layout.max_q_len)
+    if layout.tail:
+        _check_tail(layout, k_offsets)
     rows = len(k_offsets) - 1
     if layout.kv_index is not None:
         before = 0
@@ -201,7 +207,9 @@ def check_layout(layout: Layout) -> None:
             before = row
     if layout.num_targets is None and layout.num_context is None:
         return
-    _require(layout.kv_index is None, "kv_index shares keys between samples; targets and context are rules of one sample")
+    _require(
+        layout.kv_index is None, "kv_index shares keys between samples; targets and context are rules of one sample"
+    )
     zeros = [0] * layout.batch_size
     targets = zeros if layout.num_targets is None else layout.num_targets.tolist()
     context = zeros if layout.num_context is None else layout.num_context.tolist()
@@ -214,6 +222,19 @@ def check_layout(layout: Layout) -> None:
             f"sample {b} has {n} tokens, fewer than its {c} context tokens and {m} targets; no public system defines "
             "this: lower num_context or num_targets of that sample",
         )
+
+
+def _check_tail(layout: Layout, k_offsets: list[int]) -> None:
+    _require(layout.q_offsets is not None, "tail=True needs q_offsets and k_offsets")
+    _require(layout.kv_index is None, "tail=True cannot share kv rows: drop kv_index or tail")
+    assert layout.q_offsets is not None
+    lengths = zip(itertools.pairwise(layout.q_offsets.tolist()), itertools.pairwise(k_offsets), strict=True)
+    for b, ((q_start, q_end), (k_start, k_end)) in enumerate(lengths):
+        if q_end - q_start > k_end - k_start:
+            raise ValueError(
+                f"sample {b} has {q_end - q_start} queries and {k_end - k_start} keys; with tail=True the queries are "
+                "the last rows of the keys, so there cannot be more"
+            )
 
 
 # ------------------------------------------------------------------------------------------------ calls
@@ -275,7 +296,9 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, device: torch.device) -> None:
 def _check_query_kind(q: Tensor, spec: AttentionSpec, layout: Layout) -> None:
     kind = spec.query
     if kind == "broadcast":
-        _require(layout.q_offsets is None, "query='broadcast' has dense q (S, H, D): build the layout without q_offsets")
+        _require(
+            layout.q_offsets is None, "query='broadcast' has dense q (S, H, D): build the layout without q_offsets"
+        )
     else:
         _require(layout.q_offsets is not None, f"query={kind!r} needs q_offsets, but the layout has none")
         _require(q.shape[0] == layout.total_q, f"q has {q.shape[0]} rows, the layout {layout.total_q} (q_offsets[-1])")
@@ -284,6 +307,10 @@ def _check_query_kind(q: Tensor, spec: AttentionSpec, layout: Layout) -> None:
             layout.q_offsets is layout.k_offsets,
             "query='self' needs one set of offsets: build the layout with q_offsets only (no k_offsets)",
         )
+    _require(
+        layout.tail == (kind == "tail"),
+        f"query={kind!r}, but the layout was built with tail={layout.tail}: only query='tail' takes tail=True",
+    )
     if kind in ("self", "tail"):
         _require(layout.kv_index is None, f"query={kind!r} cannot share kv rows: use query='cross' or no kv_index")
 
