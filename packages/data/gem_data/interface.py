@@ -38,7 +38,29 @@ INTERFACE_VERSION = (1, 0)
 
 
 class DataError(ValueError):
-    """Bad data: names file, row group, row and column, what was expected, what came and what to do."""
+    """Bad data: names file, row group, row and column, what was expected, what came and what to do.
+
+    The place is in the message and, for programs, in the attributes (None = does not apply):
+    file       path relative to schema.json (or the name of an in-memory source)
+    row_group  0-based row group of the file
+    row        0-based row within that row group
+    column     column name
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        row_group: int | None = None,
+        row: int | None = None,
+        column: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.file = file
+        self.row_group = row_group
+        self.row = row
+        self.column = column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,12 +215,14 @@ class LoaderConfig:
     """How rows become batches.
 
     global_batch_size  rows of one optimizer micro-step over all ranks
-    shuffle            deterministic from `seed` and the epoch; off = file order
+    shuffle            deterministic from `seed` and the epoch; off = file order (of every logical shard; of the
+                       whole split with logical_shards = 1)
     window_groups      row groups shuffled together (a larger window mixes better and holds more memory)
     logical_shards     independent row-group sequences that a global batch is dealt from. The global order depends
-                       on this number and never on the world size; with world size dividing it, each rank reads
-                       only its own row groups.
-    max_length         keep only the latest events of each stream (parallel lists cut alike); None = schema's limit
+                       on this number and never on the world size; with world size dividing it and it dividing
+                       global_batch_size, each rank reads only its own row groups (but for an epoch's tail).
+    max_length         keep only the latest events of each stream (parallel lists cut alike), never more than the
+                       schema's limit; None = schema's limit
     drop_last          drop the last, smaller global batch of an epoch
     prefetch           batches decoded ahead by a thread (0 = in line)
     """
@@ -214,14 +238,30 @@ class LoaderConfig:
 
 
 class Loader(Protocol):
-    """Yields this rank's `Batch` of each global batch; every rank yields the same number of batches."""
+    """Yields this rank's `Batch` of each global batch; every rank yields the same number of batches.
+
+    schema             of the data set
+    rows_per_epoch     rows of the split that one epoch yields over all ranks (fewer than the split's with drop_last)
+    batches_per_epoch  global batches of one epoch
+    """
+
+    schema: Schema
+    rows_per_epoch: int
+    batches_per_epoch: int
 
     def epoch(self) -> Iterator[Batch]:
-        """Batches from the current position to the end of the current epoch; then the epoch number rises by one."""
+        """Batches from the current position to the end of the current epoch; then the epoch number rises by one.
+
+        The current position is after the last batch yielded (not: prefetched, not: trained). Starting a new epoch(),
+        `load_state_dict` and `close` end an earlier iterator: asking it for more raises ValueError.
+        """
         ...
 
     def mark_trained(self, batch: Batch) -> None:
-        """Say that `batch` was trained: only then does `state_dict()` move past it."""
+        """Say that `batch`, and with it every batch before it, was trained: only then does `state_dict()` move past it.
+
+        Raises ValueError for a batch that was not yielded since the start or the last load_state_dict, or twice.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,5 +273,12 @@ class Loader(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`. Raises DataError if the files, seed or batch settings differ from those of `state`."""
+        """Continue from `state`. Raises DataError if the files, seed or batch settings differ from those of `state`.
+
+        World size, rank and prefetch may differ. Nothing changes when it raises.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop reading ahead and let go of files and memory. Idempotent; epoch() may be called again."""
         ...

@@ -1,0 +1,47 @@
+"""What users call: write, read, check and load data sets, and make single batches. See README.md for an example."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gem_data.interface import Loader, LoaderConfig
+from gem_data.loader import ArrowLoader
+from gem_data.schema import read_schema, schema_from_dict, schema_to_dict
+from gem_data.writing import write_dataset
+
+__all__ = [
+    "build_loader",
+    "read_schema",
+    "schema_from_dict",
+    "schema_to_dict",
+    "write_dataset",
+]
+
+
+def build_loader(
+    directory: str | Path,
+    *,
+    split: str,
+    config: LoaderConfig,
+    rank: int = 0,
+    world_size: int = 1,
+    impl: str = "arrow",
+) -> Loader:
+    """A Loader of one split of the data set in `directory`, for this rank.
+
+    All ranks must pass the same directory content, split and config. Footers are read and checked here, rows are not.
+    impl: "arrow" (the one to use).
+
+    Raises DataError for absent, unreadable or unfitting data and ValueError for arguments.
+
+    >>> import tempfile
+    >>> from gem_data.testing import write_tiny
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     schema = write_tiny(directory, train_rows=10, eval_rows=4, seed=0)
+    ...     loader = build_loader(directory, split="train", config=LoaderConfig(global_batch_size=4))
+    ...     [(batch.step, len(batch.sample_ids)) for batch in loader.epoch()]
+    [(0, 4), (1, 4), (2, 2)]
+    """
+    if impl == "arrow":
+        return ArrowLoader(directory, split=split, config=config, rank=rank, world_size=world_size)
+    raise ValueError(f'impl: expected "arrow", came {impl!r}')

@@ -1,0 +1,161 @@
+"""Opens the Parquet files of one split and decodes row groups.
+
+`Shards` reads every footer once, at start, and checks there that the files have the columns, types and rows that
+schema.json promises, so that a missing column is an error before the first step. A row group is then read by opening
+its file again with the footer already known: no handle stays open between reads, however many files there are.
+
+pyarrow verifies page checksums here (`page_checksum_verification`), which it leaves off by default: without it a
+flipped bit in a page of ids passes unnoticed. pyarrow's errors name neither column nor row group, so a failed read is
+repeated column by column to say which one is broken.
+
+Decoding runs on the calling thread only (`use_threads=False`): the loader's reading thread must not take the cores
+that the training step computes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gem_data.interface import DataError, FileInfo, Schema
+from gem_data.rows import Rows, Where, check_types, decode
+from gem_data.schema import SCHEMA_FILE, columns
+from gem_data.validation import check_values
+
+_READ_ERRORS = (pa.ArrowException, OSError, EOFError, ValueError)
+_DAMAGED = "The file is damaged or was changed after it was written: restore it, or prepare the data set again."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footer:
+    """What one file's footer says: `index` into Schema.files, size in bytes, rows of every row group."""
+
+    index: int
+    info: FileInfo
+    bytes: int
+    group_rows: tuple[int, ...]
+    metadata: pq.FileMetaData
+
+
+class Shards:
+    """The files of one split. Holds no open file and no cache, so any thread may read.
+
+    footers  one Footer per file of the split, in schema.json's order
+    """
+
+    def __init__(self, directory: str | Path, schema: Schema, split: str) -> None:
+        """Read and check every footer. Raises DataError for absent, unreadable or unfitting files."""
+        self.directory = Path(directory)
+        self.schema = schema
+        self.footers = tuple(
+            self._footer(index, info) for index, info in enumerate(schema.files) if info.split == split
+        )
+        self._by_index = {footer.index: footer for footer in self.footers}
+        self._columns = [column.name for column in columns(schema)]
+        if not self.footers:
+            known = sorted({info.split for info in schema.files})
+            raise DataError(
+                f'{self.directory / SCHEMA_FILE}: expected files of split "{split}", came files of {known}. '
+                "Name another split, or prepare the data set again.",
+                file=SCHEMA_FILE,
+            )
+
+    def read_table(self, file_index: int, row_group: int) -> pa.Table:
+        """The Arrow columns of one row group. Raises DataError naming file, row group and column."""
+        footer = self._by_index[file_index]
+        where = Where(file=footer.info.path, row_group=row_group)
+        self._check_unchanged(footer, where)
+        try:
+            table = self._read_columns(footer, row_group, self._columns)
+        except _READ_ERRORS as error:
+            raise self._broken_column(footer, row_group, where, error) from error
+        if table.num_rows != footer.group_rows[row_group]:
+            raise where.error(expected=f"{footer.group_rows[row_group]} rows", came=f"{table.num_rows}", todo=_DAMAGED)
+        return table
+
+    def read(self, file_index: int, row_group: int) -> Rows:
+        """Decode and check one row group. Raises DataError naming file, row group, row and column."""
+        footer = self._by_index[file_index]
+        where = Where(file=footer.info.path, row_group=row_group)
+        rows = self.read_unchecked(file_index, row_group)
+        check_values(self.schema, rows, where)
+        return rows
+
+    def read_unchecked(self, file_index: int, row_group: int) -> Rows:
+        """Like `read`, without the checks of values (nulls and unequal lists still raise)."""
+        where = Where(file=self._by_index[file_index].info.path, row_group=row_group)
+        return decode(self.schema, self.read_table(file_index, row_group), where, file_index=file_index)
+
+    def _footer(self, index: int, info: FileInfo) -> Footer:
+        where = Where(file=info.path)
+        path = self.directory / info.path
+        try:
+            size = path.stat().st_size
+            with pq.ParquetFile(path, arrow_extensions_enabled=False) as file:
+                metadata, arrow_schema = file.metadata, file.schema_arrow
+        except FileNotFoundError:
+            raise where.error(
+                expected=f"the file {path}",
+                came="no such file",
+                todo=f"Restore it, or prepare the data set again; {SCHEMA_FILE} lists it.",
+            ) from None
+        except _READ_ERRORS as error:
+            raise where.error(
+                expected="a Parquet file", came=f"an unreadable one ({_one_line(error)})", todo=_DAMAGED
+            ) from error
+        check_types(self.schema, arrow_schema, where)
+        groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+        if metadata.num_rows != info.rows or sum(groups) != info.rows:
+            raise where.error(
+                expected=f"{info.rows} rows ({SCHEMA_FILE})",
+                came=f"{metadata.num_rows} rows in {len(groups)} row groups of {sum(groups)}",
+                todo=_DAMAGED,
+            )
+        return Footer(index=index, info=info, bytes=size, group_rows=groups, metadata=metadata)
+
+    def _read_columns(self, footer: Footer, row_group: int, names: list[str]) -> pa.Table:
+        with pq.ParquetFile(
+            self.directory / footer.info.path,
+            metadata=footer.metadata,
+            page_checksum_verification=True,
+            arrow_extensions_enabled=False,
+        ) as file:
+            return file.read_row_group(row_group, columns=names, use_threads=False)
+
+    def _check_unchanged(self, footer: Footer, where: Where) -> None:
+        try:
+            size = (self.directory / footer.info.path).stat().st_size
+        except OSError as error:
+            raise where.error(
+                expected="the file that was there at start", came=_one_line(error), todo="Restore it."
+            ) from error
+        if size != footer.bytes:
+            raise where.error(expected=f"{footer.bytes} bytes as at start", came=f"{size} bytes", todo=_DAMAGED)
+
+    def _broken_column(self, footer: Footer, row_group: int, where: Where, error: Exception) -> DataError:
+        broken, reason = self._columns, error
+        for name in self._columns:
+            try:
+                self._read_columns(footer, row_group, [name])
+            except _READ_ERRORS as single:
+                broken, reason = [name], single
+                break
+        return where.error(
+            column=broken[0] if len(broken) == 1 else None,
+            expected="pages that decode and match their checksums",
+            came=_one_line(reason),
+            todo=_DAMAGED,
+        )
+
+
+def groups_of(footers: Sequence[Footer]) -> list[tuple[int, int, int]]:
+    """(file index, row group, rows) of every row group, in file order."""
+    return [(footer.index, group, rows) for footer in footers for group, rows in enumerate(footer.group_rows)]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
