@@ -84,8 +84,7 @@ def _tiles(run: RunData) -> tuple[tuple[str, str], ...]:
         tiles.append((f"AUC, {task}", plain(values.get("auc"))))
     levels = [floor for floor in floors(run) if math.isfinite(floor.ne) and floor.name.startswith("floor: ")]
     if levels:
-        best = min(levels, key=lambda floor: floor.ne)
-        tiles.append((f"NE of the best floor ({best.name.removeprefix('floor: ')})", plain(best.ne)))
+        tiles.append(("NE of the best floor", plain(min(floor.ne for floor in levels))))
     best_ne = number(run.end.get("best_ne")) if run.end else math.nan
     if math.isfinite(best_ne):
         tiles.append(("best possible NE", plain(best_ne)))
