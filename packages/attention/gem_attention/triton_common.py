@@ -1,0 +1,428 @@
+"""Device functions shared by the Triton kernels: rows in and out, activations, masks, and which tiles to visit.
+
+Letters: M query rows of a tile, N key rows of a tile, D head dim of q and k, E head dim of v. C is the KernelSpec.
+"Position" is a place in the key sequence: for query kind "tail" query row i sits at position i + (Lk - Lq).
+
+Rows are read so that whatever lies past a sequence's end arrives as zero, by masked pointers or by descriptors that
+clip in hardware. Every pointwise activation may then ignore the end: a zero value row adds nothing to the output, a
+zero key row nothing to dq, a zero dO row nothing to dk and dv. So "full" tiles carry no mask at all, and the mask is
+worked out only in tiles that a rule cuts (diagonal, targets, context, window edge), in a loop of their own.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton.tools.ragged_tma import to_ragged_indices
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+# ------------------------------------------------------------------------------------------------ rows in and out
+
+
+@triton.jit
+def load_rows(x, strides, start, length, row, head, ROWS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
+              TMA: tl.constexpr):  # fmt: skip
+    """Rows row..row + ROWS of the sequence that begins at packed row `start`; zero past `length` and past DIM."""
+    if TMA:
+        far, end, at = to_ragged_indices(start.to(tl.int32), length, row)
+        tile = tl.reshape(x.load([far, end, at, head, 0]), [ROWS, WIDTH])
+    else:
+        i = row + tl.arange(0, ROWS)
+        d = tl.arange(0, WIDTH)
+        at = x + (start + i.to(tl.int64))[:, None] * strides[0] + head * strides[1] + d[None, :]
+        if DIM == WIDTH:
+            tile = tl.load(at, mask=(i < length)[:, None], other=0.0)
+        else:
+            tile = tl.load(at, mask=(i < length)[:, None] & (d < DIM)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def store_rows(x, strides, start, length, row, head, tile, ROWS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
+    """Write a tile's rows that exist."""
+    i = row + tl.arange(0, ROWS)
+    d = tl.arange(0, WIDTH)
+    at = x + (start + i.to(tl.int64))[:, None] * strides[0] + head * strides[1] + d[None, :]
+    mask = (i < length)[:, None]
+    if DIM != WIDTH:
+        mask = mask & (d < DIM)[None, :]
+    tl.store(at, tile.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sequence(offsets, b):
+    """First packed row (int64) and length (int32) of sequence b."""
+    start = tl.load(offsets + b)
+    return start, (tl.load(offsets + b + 1) - start).to(tl.int32)
+
+
+@triton.jit
+def dot(a, b, acc=None, C: tl.constexpr = None):
+    """a b + acc in float32. The interpreter has no bfloat16 product, so there the operands are widened first."""
+    if C.precision == "upcast":
+        y = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        y = tl.dot(a, b, acc, input_precision=C.precision)
+    return y
+
+
+# ------------------------------------------------------------------------------------------------ activations
+
+
+@triton.jit
+def tanh(x, FAST: tl.constexpr):
+    """One special-function instruction (error 2^-11 of the value), or the exact form where there is none."""
+    if FAST:
+        y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
+    return y
+
+
+@triton.jit
+def activate(x, C: tl.constexpr):
+    """f(x) for the pointwise activations."""
+    if C.activation == "silu":
+        h = 0.5 * x
+        y = h * tanh(h, C.fast_math) + h
+    elif C.activation == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif C.activation == "gelu_tanh":
+        h = 0.5 * x
+        y = h * tanh(x * (x * x * 0.035677408136300125 + 0.7978845608028654), C.fast_math) + h
+    elif C.activation == "gelu_poly":
+        z = x * x
+        y = 0.5 * x + z * (0.3989423 + z * (-0.0664904 + z * 0.0099736))
+    elif C.activation == "relu":
+        y = tl.maximum(x, 0.0)
+    elif C.activation == "relu2":
+        y = tl.maximum(x, 0.0)
+        y = y * y
+    else:
+        tl.static_assert(C.activation == "identity")
+        y = x
+    return y
+
+
+@triton.jit
+def activate_and_slope(x, C: tl.constexpr):
+    """(f(x), f'(x))."""
+    if C.activation == "silu":
+        h = 0.5 * x
+        t = tanh(h, C.fast_math)
+        y = h * t + h
+        s = 0.5 * t + 0.5
+        slope = s + (y - y * s)
+    elif C.activation == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        y = x * cdf
+        slope = cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif C.activation == "gelu_tanh":
+        h = 0.5 * x
+        z = x * x
+        t = tanh(x * (z * 0.035677408136300125 + 0.7978845608028654), C.fast_math)
+        y = h * t + h
+        slope = (0.5 * t + 0.5) + (h - h * t * t) * (z * 0.10703222440890037 + 0.7978845608028654)
+    elif C.activation == "gelu_poly":
+        z = x * x
+        y = 0.5 * x + z * (0.3989423 + z * (-0.0664904 + z * 0.0099736))
+        slope = 0.5 + x * (0.7978846 + z * (-0.2659616 + z * 0.0598416))
+    elif C.activation == "relu":
+        y = tl.maximum(x, 0.0)
+        slope = tl.where(x > 0, 1.0, 0.0)
+    elif C.activation == "relu2":
+        r = tl.maximum(x, 0.0)
+        y = r * r
+        slope = 2.0 * r
+    else:
+        tl.static_assert(C.activation == "identity")
+        y = x
+        slope = x * 0.0 + 1.0
+    return y, slope
+
+
+# ------------------------------------------------------------------------------------------------ masks
+
+
+@triton.jit
+def rank(p, rules, C: tl.constexpr):
+    """The rank of positions p: context 0, history counting up, targets all the same or counting on."""
+    r = p
+    if C.context:
+        r = tl.maximum(p - rules.context + rules.shift, 0)
+    if C.targets and not C.distinct_targets:
+        r = tl.minimum(r, rules.top)
+    return r
+
+
+@triton.jit
+def below(r, rules, C: tl.constexpr):
+    """The number of positions whose rank is under r (ranks count up, so these are the first ones)."""
+    count = r
+    if C.context:
+        count = tl.where(r <= 0, 0, r - rules.shift + rules.context)
+    if C.targets and not C.distinct_targets:
+        count = tl.where(r > rules.top, rules.length, count)
+    return tl.minimum(tl.maximum(count, 0), rules.length)
+
+
+@triton.jit
+def pair_mask(i, j, rules, C: tl.constexpr):
+    """Whether row positions i may meet column positions j; any two shapes that broadcast."""
+    ok = (j < rules.length) & (i >= 0)
+    if C.block > 0:
+        ok = ok & (i // C.block == j // C.block)
+    elif C.rules:
+        d = rank(i, rules, C) - rank(j, rules, C)
+        seen = ok
+        if C.causal:
+            seen = ok & (d > 0)
+        elif C.targets:
+            seen = ok & (d != 0)
+        if C.targets and C.distinct_targets:
+            both = (i >= rules.first_target) & (j >= rules.first_target)
+            if C.grouped:
+                both = both & ((i - rules.first_target) // rules.group != (j - rules.first_target) // rules.group)
+            seen = seen & (both == 0)
+        seen = seen | (ok & (i == j))
+        if C.window:
+            if C.causal:
+                near = d <= rules.window
+            else:
+                near = tl.abs(d) <= rules.window
+            if C.min_full:
+                near = near | (rank(i, rules, C) >= rules.top - rules.min_full)
+            seen = seen & near
+        if C.context:
+            seen = seen | (ok & (i < rules.context) & (j < rules.first_target))
+        ok = seen
+    return ok
+
+
+@triton.jit
+def key_range(p0, p1, rules, C: tl.constexpr):
+    """Columns for row positions p0..p1: visit lo..hi, of which mid..top need no mask. All multiples of block_n.
+
+    Returns (lo, mid, top, hi) with lo <= mid <= top <= hi.
+    """
+    n = rules.length
+    lo = 0
+    hi = n
+    full_lo = 0
+    full_hi = n
+    if C.block > 0:
+        lo = p0 // C.block * C.block
+        hi = tl.minimum(tl.cdiv(p1, C.block) * C.block, n)
+        full_lo = lo
+        full_hi = tl.where(hi - lo <= C.block, hi, lo)
+    elif C.rules:
+        if C.causal:
+            hi = tl.minimum(p1, n)
+            full_hi = tl.minimum(p0, rules.first_target)
+        elif C.targets:
+            full_hi = tl.where(p1 <= rules.first_target, n, rules.first_target)
+        if C.window:
+            r0 = rank(p0, rules, C)
+            r1 = rank(p1 - 1, rules, C)
+            lo = below(r0 - rules.window, rules, C)
+            full_lo = below(r1 - rules.window, rules, C)
+            if not C.causal:
+                hi = below(r1 + rules.window + 1, rules, C)
+                full_hi = tl.minimum(full_hi, below(r0 + rules.window + 1, rules, C))
+            if C.min_full:
+                lifted = r1 >= rules.top - rules.min_full
+                lo = tl.where(lifted, 0, lo)
+                if not C.causal:
+                    hi = tl.where(lifted, n, hi)
+        if C.context:
+            lo = tl.where(p0 < rules.context, 0, lo)
+            hi = tl.where(p0 < rules.context, tl.maximum(hi, rules.first_target), hi)
+    return block_range(lo, full_lo, full_hi, hi, n, C.block_n, C.masked_tail)
+
+
+@triton.jit
+def block_range(lo, full_lo, full_hi, hi, n, BLOCK: tl.constexpr, MASKED_TAIL: tl.constexpr):
+    """Round a visited range outwards and its full part inwards; a full part that ends at n may include the tail."""
+    lo = lo // BLOCK * BLOCK
+    hi = tl.maximum(tl.cdiv(hi, BLOCK) * BLOCK, lo)
+    mid = tl.minimum(tl.maximum(tl.cdiv(full_lo, BLOCK) * BLOCK, lo), hi)
+    top = full_hi // BLOCK * BLOCK
+    if not MASKED_TAIL:
+        top = tl.where(full_hi >= n, hi, top)
+    top = tl.minimum(tl.maximum(top, mid), hi)
+    return lo, mid, top, hi
+
+
+@triton.jit
+def row_range(n0, n1, rules, C: tl.constexpr):
+    """Query rows for column positions n0..n1, as in `key_range`, in rows of q (not positions), multiples of block_m.
+
+    Returns (early, lo, mid, top, hi): besides lo..hi, rows 0..early (context rows, which see all history) are visited.
+    """
+    n = rules.length
+    lo = 0
+    hi = n
+    full_lo = 0
+    full_hi = n
+    early = 0
+    if C.block > 0:
+        lo = n0 // C.block * C.block
+        hi = tl.minimum(tl.cdiv(n1, C.block) * C.block, n)
+        full_lo = lo
+        full_hi = tl.where(hi - lo <= C.block, hi, lo)
+    elif C.rules:
+        if C.causal:
+            lo = n0
+            full_lo = tl.where(n1 <= rules.first_target, n1, n)
+            if C.targets:
+                last = n1
+                if C.grouped:
+                    last = rules.first_target + tl.cdiv(n1 - rules.first_target, rules.group) * rules.group
+                hi = tl.where(n0 >= rules.first_target, tl.minimum(last, n), n)
+        elif C.targets:
+            full_hi = tl.where(n1 <= rules.first_target, n, rules.first_target)
+        if C.window:
+            r0 = rank(n0, rules, C)
+            r1 = rank(n1 - 1, rules, C)
+            reach = below(r1 + rules.window + 1, rules, C)
+            if C.min_full:
+                reach = n
+            hi = tl.minimum(hi, reach)
+            full_hi = tl.minimum(full_hi, below(r0 + rules.window + 1, rules, C))
+            if not C.causal:
+                lo = below(r0 - rules.window, rules, C)
+                full_lo = tl.maximum(full_lo, below(r1 - rules.window, rules, C))
+        if C.context:
+            early = tl.where(n0 < rules.first_target, tl.minimum(rules.context, lo), 0)
+    shift = rules.first_position
+    lo = tl.maximum(lo - shift, 0)
+    hi = tl.maximum(hi - shift, 0)
+    early = tl.maximum(early - shift, 0)
+    lo, mid, top, hi = block_range(lo, full_lo - shift, full_hi - shift, hi, n - shift, C.block_m, False)
+    early = tl.minimum(tl.cdiv(early, C.block_m) * C.block_m, lo)
+    return early, lo, mid, top, hi
+
+
+# ------------------------------------------------------------------------------------------------ one sample
+
+
+class Rules(NamedTuple):
+    """One sample's run-time mask numbers. length: keys; shift: 1 when there is context; top: the targets' rank R."""
+
+    length: tl.tensor
+    context: tl.tensor
+    shift: tl.tensor
+    first_target: tl.tensor
+    top: tl.tensor
+    first_position: tl.tensor
+    window: tl.tensor
+    min_full: tl.tensor
+    group: tl.tensor
+
+
+@triton.jit
+def sample_rules(b, q_length, k_length, batch, numbers, C: tl.constexpr):
+    """Mask numbers of sample b."""
+    context = 0
+    shift = 0
+    first_target = k_length
+    if C.context:
+        context = tl.load(batch.num_context + b).to(tl.int32)
+        shift = tl.where(context > 0, 1, 0)
+    if C.targets:
+        first_target = k_length - tl.load(batch.num_targets + b).to(tl.int32)
+    first_position = 0
+    if C.query == "tail":
+        first_position = k_length - q_length
+    top = first_target - context + shift
+    return Rules(k_length, context, shift, first_target, top, first_position, numbers.window, numbers.min_full,
+                 numbers.group)  # fmt: skip
+
+
+@triton.jit
+def query_sequence(b, batch, C: tl.constexpr):
+    """(first row of q, first row of the output, number of rows) of sample b."""
+    if C.query == "broadcast":
+        start = tl.full([], 0, tl.int64)
+        rows = batch.seeds
+        out_start = start + 1  # an int64 one: b may be a plain number in the interpreter
+        out_start = out_start * b * rows
+    else:
+        start, rows = sequence(batch.q_offsets, b)
+        out_start = start
+    return start, out_start, rows
+
+
+@triton.jit
+def key_sequence(b, batch, C: tl.constexpr):
+    """(first row of k and v, number of rows) of sample b."""
+    row = b
+    if C.shared_kv:
+        row = tl.load(batch.kv_index + b).to(tl.int32)
+    return sequence(batch.k_offsets, row)
+
+
+# ------------------------------------------------------------------------------------------------ bias
+
+
+@triton.jit
+def time_bucket(dt, bounds, step, C: tl.constexpr):
+    """The exact bucket of int64 seconds dt: a float estimate, corrected by the integer boundaries next to it."""
+    last: tl.constexpr = C.time_count - 1
+    x = tl.maximum(tl.abs(dt), 1)
+    y = x.to(tl.float32)
+    if C.time_bias == "log":
+        y = tl.log(y)
+    else:
+        y = tl.sqrt(y)
+    estimate = tl.minimum(tl.maximum((y / step).to(tl.int32), 0), last)
+    # bounds[b] is the least dt of bucket b; bounds[0] = 0 and bounds[count] = the largest int64
+    up = (x >= tl.load(bounds + estimate + 1)).to(tl.int32)
+    down = (x < tl.load(bounds + estimate)).to(tl.int32)
+    return estimate + up - down
+
+
+@triton.jit
+def bias_places(i, j, k_start, rules, batch, numbers, C: tl.constexpr):
+    """(index into position_table, index into time_table) of pairs of positions; clamped where no pair exists."""
+    n = rules.length
+    place = 0
+    bucket = 0
+    if C.position_bias:
+        place = tl.minimum(tl.maximum(j - i + C.max_positions - 1, 0), 2 * C.max_positions - 2)
+    if C.time_bias != "":
+        last = tl.maximum(n - 1, 0)
+        t_i = tl.load(batch.timestamps + k_start + tl.minimum(tl.maximum(i + 1, 0), last))
+        t_j = tl.load(batch.timestamps + k_start + tl.minimum(j, last))
+        bucket = time_bucket(t_i - t_j, batch.time_bounds, numbers.time_step, C)
+    return place, bucket
+
+
+@triton.jit
+def bias_of(place, bucket, head, tables, C: tl.constexpr):
+    """The additive bias at these places."""
+    bias = 0.0
+    if C.position_bias:
+        row = head // tables.position_group
+        bias += tl.load(tables.position + row * (2 * C.max_positions - 1) + place).to(tl.float32)
+    if C.time_bias != "":
+        row = head // tables.time_group
+        bias += tl.load(tables.time + row * C.time_count + bucket).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def biased_scores(qk, i, j, k_start, head, rules, batch, numbers, tables, C: tl.constexpr):
+    """scale * <q, k> with the bias inside or outside the scale."""
+    if C.biased:
+        place, bucket = bias_places(i, j, k_start, rules, batch, numbers, C)
+        bias = bias_of(place, bucket, head, tables, C)
+        if C.bias_inside:
+            x = (qk + bias) * numbers.scale
+        else:
+            x = qk * numbers.scale + bias
+    else:
+        x = qk * numbers.scale
+    return x

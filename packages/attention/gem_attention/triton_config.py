@@ -1,0 +1,179 @@
+"""What the Triton kernels are compiled for: one frozen value that holds every compile-time choice, and the tile sizes.
+
+Design: a kernel takes tensors, a few grouped run-time numbers, and this one constant. Every field is a property of the
+model (activation, mask rules, head dim) or a choice of ours (tile sizes); nothing in it depends on a batch, so a model
+compiles each kernel once, whatever the lengths. Window size, scale and divisor are run-time numbers.
+Cost: one compiled variant for each (spec, dtype, head dim) and kernel. No triton import here: the table can be read,
+tested and cross-compiled anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from gem_attention.interface import AttentionSpec
+
+MAX_DIM = 256
+_MIN_DOT = 16  # smallest side of a matrix product in Triton
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """block_m query rows and block_n key rows a tile; warps and stages as Triton means them.
+
+    tma: rows are loaded by the copy engine through descriptors that clip at the sequence's end, else by pointers.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int = 4
+    stages: int = 2
+    tma: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSpec:
+    """Compile-time constants of one kernel (all of them; hashable, and its repr is part of the compile key).
+
+    precision: of matrix products of float32 operands; "upcast" (the interpreter) widens all operands to float32 first.
+    masked_tail: columns past the end of the keys must be masked, because f(0) there would count (softmax); elsewhere
+    rows that are loaded as zero add nothing, so only the mask's own boundary tiles need a mask.
+    """
+
+    activation: str
+    query: str
+    causal: bool
+    targets: bool
+    context: bool
+    window: bool
+    min_full: bool
+    block: int
+    grouped: bool
+    distinct_targets: bool
+    shared_kv: bool
+    per_token: bool
+    position_bias: bool
+    time_bias: str
+    time_count: int
+    max_positions: int
+    bias_inside: bool
+    heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int
+    block_d: int
+    block_e: int
+    block_m: int
+    block_n: int
+    stages: int
+    tma: bool
+    fast_math: bool
+    precision: str
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one kv head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def masked(self) -> bool:
+        """Whether any tile can need a mask."""
+        return self.rules or self.masked_tail
+
+    @property
+    def rules(self) -> bool:
+        """Whether the mask has any rule."""
+        return self.causal or self.targets or self.context or self.window or self.block > 0
+
+    @property
+    def masked_tail(self) -> bool:
+        return self.activation == "softmax"
+
+    @property
+    def softmax(self) -> bool:
+        return self.activation == "softmax"
+
+    @property
+    def biased(self) -> bool:
+        return self.position_bias or self.time_bias != ""
+
+
+def padded_dim(dim: int) -> int:
+    """The power of two a head dim is padded to inside a tile (memory is not padded)."""
+    return max(_MIN_DOT, 1 << (dim - 1).bit_length())
+
+
+def kernel_spec(
+    spec: AttentionSpec,
+    tiles: Tiles,
+    *,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    v_dim: int,
+    shared_kv: bool = False,
+    fast_math: bool = True,
+    precision: Literal["tf32", "ieee", "upcast"] = "tf32",
+) -> KernelSpec:
+    """The compile-time constants for one spec, head shape and choice of tiles."""
+    mask, bias = spec.mask, spec.bias
+    block_m, block_n = tiles.block_m, tiles.block_n
+    return KernelSpec(
+        activation=spec.activation,
+        query=spec.query,
+        causal=mask.causal,
+        targets=mask.targets,
+        context=mask.context,
+        window=mask.window > 0,
+        min_full=mask.min_full_rows > 0,
+        block=mask.block,
+        grouped=mask.target_group_size > 1,
+        distinct_targets=mask.semantics == "nvidia",
+        shared_kv=shared_kv,
+        per_token=spec.divisor == "per_token",
+        position_bias=bias is not None and bias.max_positions > 0,
+        time_bias=bias.time.function if bias is not None and bias.time is not None else "",
+        time_count=bias.time.count if bias is not None and bias.time is not None else 0,
+        max_positions=bias.max_positions if bias is not None else 0,
+        bias_inside=bias is not None and bias.where == "inside_scale",
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        v_dim=v_dim,
+        block_d=padded_dim(dim),
+        block_e=padded_dim(v_dim),
+        block_m=block_m,
+        block_n=block_n,
+        stages=tiles.stages,
+        tma=tiles.tma,
+        fast_math=fast_math,
+        precision=precision,
+    )
+
+
+Kernel = Literal["forward", "dq", "dkv"]
+
+# (kernel, padded head dim) -> tiles. Chosen on an H200, see benchmarks/gpu/NOTES-attention.md.
+_TILES: dict[tuple[str, int], Tiles] = {
+    ("forward", 64): Tiles(block_m=128, block_n=64, warps=4, stages=3),
+    ("forward", 128): Tiles(block_m=128, block_n=64, warps=8, stages=2),
+    ("forward", 256): Tiles(block_m=128, block_n=64, warps=8, stages=2),
+    ("dq", 64): Tiles(block_m=128, block_n=64, warps=8, stages=2),
+    ("dq", 128): Tiles(block_m=128, block_n=64, warps=8, stages=2),
+    ("dq", 256): Tiles(block_m=64, block_n=32, warps=8, stages=2),
+    ("dkv", 64): Tiles(block_m=64, block_n=128, warps=8, stages=2),
+    ("dkv", 128): Tiles(block_m=64, block_n=128, warps=8, stages=2),
+    ("dkv", 256): Tiles(block_m=32, block_n=64, warps=8, stages=2),
+}
+
+
+def pick_tiles(kernel: Kernel, spec: AttentionSpec, *, dim: int, v_dim: int, float32: bool = False) -> Tiles:
+    """Tile sizes for a kernel and head dim; block masks get tiles of their block, float32 small tiles."""
+    if float32:
+        return Tiles(block_m=32, block_n=32, warps=4, stages=1)
+    wide = max(64, padded_dim(max(dim, v_dim)))
+    tiles = _TILES[kernel, wide]
+    if spec.mask.block == 64:
+        tiles = replace(tiles, block_m=64, block_n=64, warps=4)
+    return tiles

@@ -1,0 +1,447 @@
+"""From tensors to kernel launches: arguments grouped as the kernels take them, tiles listed, outputs allocated.
+
+Plain functions without autograd; `triton_attention` makes operators of them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
+
+from gem_attention.interface import AttentionSpec, TimeBuckets
+from gem_attention.masks import time_boundaries
+from gem_attention.triton_backward import dkv_kernel, dq_kernel, short_query_kernel
+from gem_attention.triton_config import Kernel, KernelSpec, Tiles, kernel_spec, pick_tiles
+from gem_attention.triton_forward import forward_kernel
+from gem_attention.triton_tiles import tile_list
+
+_MAX_INT64 = 2**63 - 1
+_TMA_ROWS = 2**30
+SHORT_QUERY_ROWS = 64
+
+
+class Problem(NamedTuple):
+    """Everything one call is about; tensors that a spec does not use are None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: AttentionSpec
+    batch_size: int
+    k_offsets: Tensor
+    q_offsets: Tensor | None = None
+    num_targets: Tensor | None = None
+    num_context: Tensor | None = None
+    kv_index: Tensor | None = None
+    timestamps: Tensor | None = None
+    position_table: Tensor | None = None
+    time_table: Tensor | None = None
+    divisor: Tensor | None = None
+
+    @property
+    def out_rows(self) -> int:
+        return self.batch_size * self.q.shape[0] if self.spec.query == "broadcast" else self.q.shape[0]
+
+    def out_shape(self) -> tuple[int, ...]:
+        """Packed: (rows of the output, H, E)."""
+        return self.out_rows, self.q.shape[1], self.v.shape[2]
+
+
+class Strides(NamedTuple):
+    """(row, head) strides in elements of every tensor a kernel touches; (0, 0) where it has none."""
+
+    q: tuple[int, int]
+    k: tuple[int, int]
+    v: tuple[int, int]
+    out: tuple[int, int] = (0, 0)
+    do: tuple[int, int] = (0, 0)
+    dq: tuple[int, int] = (0, 0)
+    dk: tuple[int, int] = (0, 0)
+    dv: tuple[int, int] = (0, 0)
+
+
+class Batch(NamedTuple):
+    q_offsets: Tensor | None
+    k_offsets: Tensor
+    tiles: Tensor | None
+    key_tiles: Tensor | None
+    num_targets: Tensor | None
+    num_context: Tensor | None
+    kv_index: Tensor | None
+    kv_samples: Tensor | None
+    timestamps: Tensor | None
+    time_bounds: Tensor | None
+    divisor: Tensor | None
+    seeds: int
+    size: int
+    chunks: int
+
+
+class Numbers(NamedTuple):
+    scale: float
+    inverse_divisor: float
+    gradient_scale: float
+    window: int
+    min_full: int
+    group: int
+    rows: int
+    time_step: float
+
+
+class Tables(NamedTuple):
+    position: Tensor | None
+    time: Tensor | None
+    position_grad: Tensor | None
+    time_grad: Tensor | None
+    position_group: int
+    time_group: int
+    gradient_scale: float
+
+
+def interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter (TRITON_INTERPRET was set before they were imported)."""
+    return not isinstance(forward_kernel, triton.runtime.JITFunction)
+
+
+@lru_cache(maxsize=64)
+def _time_bounds(buckets: TimeBuckets, device: torch.device) -> Tensor:
+    """(count + 1,) int64: least dt of each bucket, then a bound nothing reaches."""
+    return torch.tensor([0, *time_boundaries(buckets), _MAX_INT64], dtype=torch.int64, device=device)
+
+
+def _row_stride(x: Tensor) -> tuple[int, int]:
+    return x.stride(0), x.stride(1)
+
+
+def rows_last(x: Tensor) -> Tensor:
+    """x with its last dim contiguous, as the kernels need it."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _tma_fits(*tensors: Tensor) -> bool:
+    """Whether the copy engine can read these: 16-byte bases and strides, rows under 2^30, nothing empty."""
+    for x in tensors:
+        size = x.element_size()
+        aligned = x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 and s > 0 for s in x.stride()[:-1])
+        if not aligned or x.shape[0] >= _TMA_ROWS or x.numel() == 0:
+            return False
+    return True
+
+
+def _compile_spec(p: Problem, tiles: Tiles) -> KernelSpec:
+    return kernel_spec(
+        p.spec,
+        tiles,
+        heads=p.q.shape[1],
+        kv_heads=p.k.shape[1],
+        dim=p.q.shape[2],
+        v_dim=p.v.shape[2],
+        shared_kv=p.kv_index is not None,
+        fast_math=not interpreted() and p.q.dtype != torch.float32,
+        precision="upcast" if interpreted() else "ieee" if p.q.dtype == torch.float32 else "tf32",
+    )
+
+
+def _tiles_for(p: Problem, kernel: Kernel, chosen: Tiles | None) -> Tiles:
+    float32 = p.q.dtype == torch.float32
+    return chosen or pick_tiles(kernel, p.spec, dim=p.q.shape[2], v_dim=p.v.shape[2], float32=float32)
+
+
+def _reader(x: Tensor, tiles: Tiles, rows: int, width: int) -> Any:
+    """What a kernel reads x through: a descriptor that clips at a sequence's end, or x itself."""
+    return create_ragged_descriptor(x, [rows, 1, width]) if tiles.tma else x
+
+
+def _numbers(p: Problem) -> Numbers:
+    mask, bias = p.spec.mask, p.spec.bias
+    inverse = 1.0 if p.spec.divisor == "per_token" else 1.0 / float(p.spec.divisor)
+    return Numbers(
+        scale=float(p.spec.scale),
+        inverse_divisor=inverse,
+        gradient_scale=float(p.spec.scale) * inverse,
+        window=mask.window,
+        min_full=mask.min_full_rows,
+        group=mask.target_group_size,
+        rows=-(-p.out_rows // 16) * 16,  # padded so that no batch compiles another variant
+        time_step=bias.time.step if bias is not None and bias.time is not None else 1.0,
+    )
+
+
+def _batch(p: Problem, *, tiles: Tensor | None = None, key_tiles: Tensor | None = None, chunks: int = 0) -> Batch:
+    spec = p.spec
+    shared = p.kv_index is not None
+    bounds = None
+    if spec.bias is not None and spec.bias.time is not None:
+        bounds = _time_bounds(spec.bias.time, p.q.device)
+    kv_samples = None
+    if shared and key_tiles is not None:
+        rows = torch.arange(p.k_offsets.shape[0], device=p.q.device)
+        kv_samples = torch.searchsorted(p.kv_index, rows)
+    return Batch(
+        q_offsets=p.q_offsets,
+        k_offsets=p.k_offsets,
+        tiles=tiles,
+        key_tiles=key_tiles,
+        num_targets=p.num_targets if spec.mask.targets else None,
+        num_context=p.num_context if spec.mask.context else None,
+        kv_index=p.kv_index,
+        kv_samples=kv_samples,
+        timestamps=p.timestamps if bounds is not None else None,
+        time_bounds=bounds,
+        divisor=p.divisor,
+        seeds=p.q.shape[0] if spec.query == "broadcast" else 0,
+        size=p.batch_size,
+        chunks=chunks,
+    )
+
+
+def _tables(p: Problem, position_grad: Tensor | None = None, time_grad: Tensor | None = None) -> Tables:
+    heads = p.q.shape[1]
+    position = None if p.position_table is None else p.position_table.contiguous()
+    time = None if p.time_table is None else p.time_table.contiguous()
+    numbers = _numbers(p)
+    inside = p.spec.bias is not None and p.spec.bias.where == "inside_scale"
+    return Tables(
+        position=position,
+        time=time,
+        position_grad=position_grad,
+        time_grad=time_grad,
+        position_group=heads // position.shape[0] if position is not None else 1,
+        time_group=heads // time.shape[0] if time is not None else 1,
+        gradient_scale=numbers.gradient_scale if inside else numbers.inverse_divisor,
+    )
+
+
+def _seed_tiles(p: Problem, block: int) -> Tensor:
+    """Broadcast queries: every sample has the same tiles; samples with most keys first."""
+    per_sample = torch.arange(p.batch_size + 1, device=p.q.device) * p.q.shape[0]
+    return tile_list(per_sample, _key_work(p), p.batch_size * p.q.shape[0], block)
+
+
+def _key_work(p: Problem) -> Tensor:
+    """(B + 1,) offsets whose differences are the key lengths of the samples."""
+    if p.kv_index is None:
+        return p.k_offsets
+    lengths = p.k_offsets.diff()[p.kv_index]
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def _query_tiles(p: Problem, block: int) -> Tensor:
+    if p.q_offsets is None:
+        return _seed_tiles(p, block)
+    return tile_list(p.q_offsets, _key_work(p), p.q.shape[0], block)
+
+
+def _key_tiles(p: Problem, block: int) -> Tensor:
+    """Tiles of k, ordered by the rows that read them (by length where k rows are shared)."""
+    work = p.q_offsets if p.q_offsets is not None and p.kv_index is None else p.k_offsets
+    return tile_list(p.k_offsets, work, p.k.shape[0], block)
+
+
+def forward(p: Problem, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
+    """(out (rows, H, E), lse (H, rows padded) float32; lse is empty for pointwise activations)."""
+    q, k, v = rows_last(p.q), rows_last(p.k), rows_last(p.v)
+    p = p._replace(q=q, k=k, v=v)
+    out = torch.empty(p.out_shape(), dtype=q.dtype, device=q.device)
+    numbers = _numbers(p)
+    lse_shape = (q.shape[1], numbers.rows) if p.spec.activation == "softmax" else (0,)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, lse
+    if k.shape[0] == 0:
+        return out.zero_(), lse.fill_(float("inf"))
+    chosen = _tiles_for(p, "forward", tiles)
+    if chosen.tma and not _tma_fits(q, k, v):
+        chosen = Tiles(block_m=chosen.block_m, block_n=chosen.block_n, warps=chosen.warps, stages=chosen.stages)
+    c = _compile_spec(p, chosen)
+    listed = _query_tiles(p, c.block_m)
+    forward_kernel[(listed.shape[0] * c.heads,)](
+        _reader(q, chosen, c.block_m, c.block_d),
+        _reader(k, chosen, c.block_n, c.block_d),
+        _reader(v, chosen, c.block_n, c.block_e),
+        out,
+        lse,
+        Strides(q=_row_stride(q), k=_row_stride(k), v=_row_stride(v), out=_row_stride(out)),
+        _batch(p, tiles=listed),
+        numbers,
+        _tables(p),
+        C=c,
+        num_warps=chosen.warps,
+        num_stages=chosen.stages,
+    )
+    return out, lse
+
+
+class Gradients(NamedTuple):
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    position: Tensor | None
+    time: Tensor | None
+
+
+def backward(
+    p: Problem,
+    do: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    *,
+    short_queries: bool = False,
+    dq_tiles: Tiles | None = None,
+    dkv_tiles: Tiles | None = None,
+) -> Gradients:
+    """Gradients of every differentiable input. do: (rows, H, E). out and lse: the forward's, used by softmax only."""
+    q, k, v, do = rows_last(p.q), rows_last(p.k), rows_last(p.v), rows_last(do)
+    p = p._replace(q=q, k=k, v=v)
+    grads = _empty_gradients(p)
+    if do.numel() == 0 or k.shape[0] == 0:
+        for grad in grads:
+            if grad is not None:
+                grad.zero_()
+        return grads
+    if short_queries and takes_short_queries(p):
+        return _short_query_backward(p, do, grads, dkv_tiles)
+    # rows of k that no sample reads get zero by the kernel itself: it visits every key tile
+    delta = torch.empty_like(lse)
+    grads = grads._replace(dq=_run_dq(p, do, out, lse, delta, grads, _tiles_for(p, "dq", dq_tiles)))
+    _run_dkv(p, do, lse, delta, grads, _tiles_for(p, "dkv", dkv_tiles))
+    return grads
+
+
+def _empty_gradients(p: Problem) -> Gradients:
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.q, p.k, p.v))
+    position, time = (
+        None if t is None else torch.zeros(t.shape, dtype=torch.float32, device=t.device)
+        for t in (p.position_table, p.time_table)
+    )
+    return Gradients(dq, dk, dv, position, time)
+
+
+def _without_tma(tiles: Tiles, *tensors: Tensor) -> Tiles:
+    if tiles.tma and not _tma_fits(*tensors):
+        return Tiles(block_m=tiles.block_m, block_n=tiles.block_n, warps=tiles.warps, stages=tiles.stages)
+    return tiles
+
+
+def _run_dq(
+    p: Problem, do: Tensor, out: Tensor | None, lse: Tensor, delta: Tensor, grads: Gradients, tiles: Tiles
+) -> Tensor:
+    tiles = _without_tma(tiles, p.q, p.k, p.v, do)
+    c = _compile_spec(p, tiles)
+    if p.spec.query == "broadcast":
+        rows_tiles = -(-p.q.shape[0] // c.block_m)
+        chunks = min(p.batch_size, max(1, 264 // (rows_tiles * c.heads)))
+        dq = torch.empty(chunks, *p.q.shape, dtype=torch.float32, device=p.q.device)
+        batch, programs = _batch(p, chunks=chunks), chunks * rows_tiles
+        stride = (dq.stride(1), dq.stride(2))
+    else:
+        dq = grads.dq
+        listed = _query_tiles(p, c.block_m)
+        batch, programs, stride = _batch(p, tiles=listed), listed.shape[0], _row_stride(dq)
+    dq_kernel[(programs * c.heads,)](
+        _reader(p.q, tiles, c.block_m, c.block_d),
+        _reader(p.k, tiles, c.block_n, c.block_d),
+        _reader(p.v, tiles, c.block_n, c.block_e),
+        out if p.spec.activation == "softmax" else None,
+        _reader(do, tiles, c.block_m, c.block_e),
+        lse,
+        delta,
+        dq,
+        Strides(
+            q=_row_stride(p.q),
+            k=_row_stride(p.k),
+            v=_row_stride(p.v),
+            out=_row_stride(out) if p.spec.activation == "softmax" and out is not None else (0, 0),
+            do=_row_stride(do),
+            dq=stride,
+        ),
+        batch,
+        _numbers(p),
+        _tables(p, grads.position, grads.time),
+        C=c,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return dq.sum(0).to(p.q.dtype) if p.spec.query == "broadcast" else dq
+
+
+def _run_dkv(p: Problem, do: Tensor, lse: Tensor, delta: Tensor, grads: Gradients, tiles: Tiles) -> None:
+    tiles = _without_tma(tiles, p.q, p.k, p.v, do)
+    c = _compile_spec(p, tiles)
+    listed = _key_tiles(p, c.block_n)
+    dkv_kernel[(listed.shape[0] * c.kv_heads,)](
+        _reader(p.q, tiles, c.block_m, c.block_d),
+        _reader(p.k, tiles, c.block_n, c.block_d),
+        _reader(p.v, tiles, c.block_n, c.block_e),
+        _reader(do, tiles, c.block_m, c.block_e),
+        lse,
+        delta,
+        grads.dk,
+        grads.dv,
+        Strides(
+            q=_row_stride(p.q),
+            k=_row_stride(p.k),
+            v=_row_stride(p.v),
+            do=_row_stride(do),
+            dk=_row_stride(grads.dk),
+            dv=_row_stride(grads.dv),
+        ),
+        _batch(p, key_tiles=listed),
+        _numbers(p),
+        _tables(p),
+        C=c,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+def takes_short_queries(p: Problem) -> bool:
+    """Whether `short_query_kernel` covers this problem (its caller knows that no sample has more rows than it takes)."""
+    spec = p.spec
+    plain = spec.activation != "softmax" and spec.mask == type(spec.mask)() and spec.bias is None
+    return (
+        plain
+        and p.kv_index is None
+        and p.q.shape[1] == p.k.shape[1]
+        and max(p.q.shape[2], p.v.shape[2]) <= 128
+        and p.q.dtype != torch.float32
+    )
+
+
+def _short_query_backward(p: Problem, do: Tensor, grads: Gradients, tiles: Tiles | None) -> Gradients:
+    tiles = _without_tma(tiles or Tiles(block_m=SHORT_QUERY_ROWS, block_n=64, warps=4, stages=2), p.k, p.v)
+    c = _compile_spec(p, tiles)
+    shared = p.spec.query == "broadcast"
+    dq = torch.empty(p.out_rows, *p.q.shape[1:], dtype=torch.float32, device=p.q.device) if shared else grads.dq
+    short_query_kernel[(p.batch_size * c.heads,)](
+        p.q,
+        _reader(p.k, tiles, c.block_n, c.block_d),
+        _reader(p.v, tiles, c.block_n, c.block_e),
+        do,
+        dq,
+        grads.dk,
+        grads.dv,
+        Strides(
+            q=_row_stride(p.q),
+            k=_row_stride(p.k),
+            v=_row_stride(p.v),
+            do=_row_stride(do),
+            dq=_row_stride(dq),
+            dk=_row_stride(grads.dk),
+            dv=_row_stride(grads.dv),
+        ),
+        _batch(p),
+        _numbers(p),
+        _tables(p),
+        C=c,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    if shared:
+        return grads._replace(dq=dq.view(p.batch_size, *p.q.shape).sum(0).to(p.q.dtype))
+    return grads
