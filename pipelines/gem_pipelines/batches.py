@@ -1,0 +1,156 @@
+"""What is checked of a batch before anything changes, and the padding row of an empty rank.
+
+The update of the tables is part of backward, and BCE accepts a label of 7 without complaint: what is wrong must be
+found before the forward pass. The loader checks what it reads from Parquet; this check guards the step itself,
+whatever the loader, and is what makes a step transactional. It runs on the CPU, before the batch moves to the device,
+in a few vectorised passes.
+
+Legend: B rows, T tasks, K id features, N values.
+"""
+
+from __future__ import annotations
+
+import torch
+from gem_data.interface import Batch, EventStream, Schema
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+class BatchError(ValueError):
+    """A batch that must not be trained: names feature, row, sample id and place in the data."""
+
+
+def check_batch(batch: Batch, schema: Schema) -> None:
+    """Raise BatchError at the first label, weight, dense value, id or offset that is wrong. Changes nothing."""
+    rows = batch.sample_ids.shape[0]
+    tasks = [label.name for label in schema.labels]
+    _check_shape(batch.labels, (rows, len(tasks)), "labels")
+    _check_shape(batch.weights, (rows, len(tasks)), "weights")
+    _check_shape(batch.dense, (rows, len(schema.dense)), "dense")
+    labels_BT, weights_BT = batch.labels, batch.weights
+    _check_cells(batch, schema, "label", tasks, labels_BT, (labels_BT == 0) | (labels_BT == 1), "0 or 1")
+    finite = torch.isfinite(weights_BT) & (weights_BT >= 0)
+    _check_cells(batch, schema, "weight", tasks, weights_BT, finite, "finite and at least 0")
+    _check_cells(batch, schema, "dense", schema.dense, batch.dense, torch.isfinite(batch.dense), "finite")
+    _check_ids(batch, schema, rows)
+    _check_streams(batch, schema, rows)
+
+
+def _check_shape(tensor: Tensor, expected: tuple[int, int], name: str) -> None:
+    if tuple(tensor.shape) != expected:
+        raise BatchError(f"batch {name} has shape {tuple(tensor.shape)}, expected {expected}")
+
+
+def _check_cells(
+    batch: Batch,
+    schema: Schema,
+    kind: str,
+    names: list[str] | tuple[str, ...],
+    values: Tensor,
+    good: Tensor,
+    expected: str,
+) -> None:
+    if bool(good.all()):
+        return
+    row, column = (int(i) for i in torch.nonzero(~good)[0])
+    value = float(values[row, column])
+    raise BatchError(f"{kind}.{names[column]} is {value}, expected {expected}{_place(batch, schema, row)}")
+
+
+def _place(batch: Batch, schema: Schema, row: int) -> str:
+    """Where row `row` of the batch came from."""
+    file, group, inside = (int(i) for i in batch.row_index[row])
+    path = schema.files[file].path if 0 <= file < len(schema.files) else f"file {file}"
+    sample = int(batch.sample_ids[row])
+    return f" (sample_id {sample}: {path}, row group {group}, row {inside}); nothing of this batch was trained"
+
+
+def _check_ids(batch: Batch, schema: Schema, rows: int) -> None:
+    features, table_rows = schema.id_features(), schema.table_rows()
+    ids = batch.ids
+    expected = [name for name, _ in features]
+    if list(ids.keys()) != expected:
+        raise BatchError(f"batch ids have keys {list(ids.keys())}, expected {expected}")
+    lengths = ids.lengths()
+    if lengths.numel() != rows * len(features) or (lengths.numel() and int(lengths.min()) < 0):
+        raise BatchError(
+            f"batch ids have {lengths.numel()} lengths, expected {len(features)} features x {rows} rows, none negative"
+        )
+    lengths_KB = lengths.view(len(features), rows)
+    totals = lengths_KB.sum(1).tolist()
+    values = ids.values()
+    if sum(totals) != values.numel():
+        raise BatchError(f"batch ids have {values.numel()} values, but their lengths sum to {sum(totals)}")
+    for key, (name, table) in enumerate(features):
+        part = values[sum(totals[:key]) : sum(totals[: key + 1])]
+        limit = table_rows[table]
+        if part.numel() and not (int(part.min()) >= 0 and int(part.max()) < limit):
+            position = int(torch.nonzero((part < 0) | (part >= limit))[0])
+            row = int(torch.searchsorted(lengths_KB[key].cumsum(0), position, right=True))
+            raise BatchError(
+                f"id {int(part[position])} of feature {name!r} is outside its table {table!r}: "
+                f"expected 0 <= id < {limit}{_place(batch, schema, row)}"
+            )
+
+
+def _check_streams(batch: Batch, schema: Schema, rows: int) -> None:
+    for number, stream in enumerate(schema.streams):
+        found = batch.streams[stream.name]
+        offsets = found.offsets
+        steps = offsets.diff()
+        sound = offsets.numel() == rows + 1 and int(offsets[0]) == 0 and not bool((steps < 0).any())
+        events = int(offsets[-1]) if offsets.numel() else -1
+        if not sound or found.actions.numel() != events or found.times.numel() != events:
+            raise BatchError(
+                f"stream {stream.name!r}: expected {rows + 1} offsets from 0, not decreasing, ending at the number of "
+                f"events; came {offsets.numel()} ending at {events}, {found.actions.numel()} actions, "
+                f"{found.times.numel()} times"
+            )
+        first = len(schema.scalars) + len(schema.lists) + sum(len(s.fields) for s in schema.streams[:number])
+        for key in range(first, first + len(stream.fields)):
+            lengths = batch.ids.lengths()[key * rows : (key + 1) * rows]
+            if not torch.equal(lengths.to(steps.dtype), steps):
+                row = int(torch.nonzero(lengths != steps)[0])
+                raise BatchError(
+                    f"stream {stream.name!r}: field {stream.fields[key - first].name!r} has "
+                    f"{int(lengths[row])} events, the stream has {int(steps[row])}{_place(batch, schema, row)}"
+                )
+
+
+def pad_empty(batch: Batch, schema: Schema) -> Batch:
+    """`batch`, or for a batch of zero rows one row of weight 0 (ids 0, one event in each stream, empty bags).
+
+    TorchRec's EmbeddingCollection cannot take zero rows, and every rank has to enter the same collectives. The row adds
+    exactly 0 to the loss and to every gradient; row-wise AdaGrad leaves table rows with zero gradient as they are.
+    """
+    if batch.sample_ids.shape[0]:
+        return batch
+    one = torch.ones(1, dtype=torch.int64)
+    zero = torch.zeros(1, dtype=torch.int64)
+    events = sum(len(stream.fields) for stream in schema.streams)
+    lengths = torch.tensor(
+        [1] * len(schema.scalars) + [0] * len(schema.lists) + [1] * events, dtype=batch.ids.lengths().dtype
+    )
+    return Batch(
+        sample_ids=zero - 1,
+        user_ids=zero - 1,
+        timestamps=one,
+        labels=torch.zeros(1, len(schema.labels)),
+        weights=torch.zeros(1, len(schema.labels)),
+        dense=torch.zeros(1, len(schema.dense)),
+        ids=KeyedJaggedTensor(
+            keys=list(batch.ids.keys()), values=torch.zeros(int(lengths.sum()), dtype=torch.int64), lengths=lengths
+        ),
+        streams={
+            stream.name: EventStream(offsets=torch.tensor([0, 1]), actions=zero, times=zero)
+            for stream in schema.streams
+        },
+        row_index=torch.full((1, 3), -1, dtype=torch.int64),
+        global_rows=batch.global_rows,
+        step=batch.step,
+    )
+
+
+def event_lengths(batch: Batch) -> dict[str, Tensor]:
+    """Stream -> (B,) events per row."""
+    return {name: stream.offsets.diff() for name, stream in batch.streams.items()}

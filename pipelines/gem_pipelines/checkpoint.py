@@ -1,0 +1,228 @@
+"""What a checkpoint of training holds, and how it is put back: all of it, or nothing.
+
+Tensors, by canonical name (independent of sharding and of the number of processes):
+
+    dense.<parameter or buffer>
+    optimizer.<parameter>.exp_avg | exp_avg_sq | step
+    tables.<table>.weight | momentum
+
+state.json: step, epoch, samples, tokens; loader position; metric sums; hyper-parameters of both optimizers; random
+states of every rank. The format itself (hashing, manifest, publishing) is checkpoint_format.py.
+
+Restoring reads and verifies all bytes, then collects every difference between what is stored and what this run
+expects, and only then changes anything. A damaged checkpoint is passed over, loudly, for the one before it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gem_data.interface import Loader
+from torch import Tensor
+
+from gem_pipelines.checkpoint_format import (
+    Checkpoint,
+    find_damage,
+    list_steps,
+    read_checkpoint,
+    step_directory,
+    write_checkpoint,
+)
+from gem_pipelines.config import FREE_ON_RESUME, RunConfig
+from gem_pipelines.config_codec import flatten, from_json, to_json
+from gem_pipelines.contract import REQUIRED, installed_versions
+from gem_pipelines.errors import CheckpointError
+from gem_pipelines.rundir import collect_versions
+from gem_pipelines.runtime import Runtime
+from gem_pipelines.trainer import Position, Trainer
+
+
+def capture(trainer: Trainer, loader: Loader) -> Checkpoint:
+    """The training state now. A collective: every rank calls it, and every rank gets the whole."""
+    tensors = {f"dense.{name}": value for name, value in trainer.parallel.module.state_dict().items()}
+    tensors |= {f"optimizer.{name}": value for name, value in trainer.optimizer.state_tensors().items()}
+    for table, parts in trainer.parallel.tables.table_state().items():
+        tensors |= {f"tables.{table}.{part}": value for part, value in parts.items()}
+    config = trainer.config
+    state = {
+        "position": dict(vars(trainer.position)),
+        "loader": loader.state_dict(),
+        "metrics": trainer.metrics.state_dict(),
+        "optimizer": trainer.optimizer.hyperparameters(),
+        "tables_optimizer": {"kind": "row-wise AdaGrad", "lr": config.tables.lr, "eps": config.tables.eps},
+        "random": [
+            json.loads(text) for text in trainer.runtime.gather_text(json.dumps(random_state(trainer.runtime.device)))
+        ],
+    }
+    about = {
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "world_size": trainer.runtime.world_size,
+        "config": to_json(config),
+        "versions": collect_versions(),
+    }
+    return Checkpoint(tensors=tensors, state=state, about=about)
+
+
+def save(checkpoints: Path, trainer: Trainer, loader: Loader, *, keep: int) -> Path:
+    """Write the checkpoint of the current step (rank 0 writes, all ranks wait) and drop the oldest beyond `keep`."""
+    checkpoint = capture(trainer, loader)
+    directory = step_directory(checkpoints, trainer.position.step)
+    problem = ""
+    if trainer.runtime.is_main:
+        try:
+            _set_aside_damaged(directory)
+            write_checkpoint(directory, checkpoint)
+            prune(checkpoints, keep=keep)
+        except (OSError, CheckpointError) as error:
+            problem = f"the checkpoint {directory} was not written: {error}"
+    problem = trainer.runtime.from_main(problem)  # also the barrier: no rank goes on before it is durable
+    if problem:
+        raise CheckpointError(problem)
+    return directory
+
+
+def _set_aside_damaged(directory: Path) -> None:
+    """A run that passed over a damaged checkpoint reaches its step again: keep the damaged one, renamed."""
+    if directory.exists() and find_damage(directory):
+        number = 0
+        while (aside := directory.with_name(f"damaged-{directory.name}-{number}")).exists():
+            number += 1
+        directory.rename(aside)
+
+
+def prune(checkpoints: Path, *, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what killed writers left. The newest was just written and is
+    good.
+    """
+    for step in list_steps(checkpoints)[:-keep]:
+        directory = step_directory(checkpoints, step)
+        doomed = directory.with_name(f".removed-{directory.name}")
+        directory.rename(doomed)  # first out of sight, so that a kill here leaves no half checkpoint under its name
+        shutil.rmtree(doomed)
+    for leftover in [*checkpoints.glob(".tmp-*"), *checkpoints.glob(".removed-*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def find_latest(checkpoints: Path, *, say: Callable[[str], None]) -> int | None:
+    """Step of the newest sound checkpoint; None where there is none. `say` hears of every damaged one passed over."""
+    for step in reversed(list_steps(checkpoints)):
+        damages = find_damage(step_directory(checkpoints, step))
+        if not damages:
+            return step
+        shown = "; ".join(str(damage) for damage in damages[:3]) + ("; ..." if len(damages) > 3 else "")
+        say(f"CHECKPOINT DAMAGED, passed over: {step_directory(checkpoints, step)}: {shown}")
+    return None
+
+
+def restore(directory: Path, trainer: Trainer, loader: Loader) -> None:
+    """Put the state of `directory` into a fresh trainer and loader. Raises CheckpointError or DataError; nothing is
+    changed then.
+    """
+    checkpoint = read_checkpoint(directory)
+    problems = find_mismatches(checkpoint, trainer)
+    if problems:
+        raise CheckpointError(f"{directory} does not fit this run; nothing was loaded:\n  " + "\n  ".join(problems))
+    # The loader checks files, seed and batch settings itself, and changes only itself: it goes first.
+    loader.load_state_dict(checkpoint.state["loader"])
+    _apply(checkpoint, trainer)
+
+
+def find_mismatches(checkpoint: Checkpoint, trainer: Trainer) -> list[str]:
+    """Every difference that forbids loading, one line each."""
+    problems = _config_mismatches(checkpoint.about["config"], trainer.config)
+    stored = checkpoint.about["versions"]["interfaces"]
+    for name, version in installed_versions().items():
+        if name in stored and stored[name][0] != version[0]:
+            problems.append(
+                f"interface {name}: stored {stored[name]}, installed {list(version)} (needed {REQUIRED[name]})"
+            )
+    expected = _expected_tensors(trainer)
+    for key, tensor in checkpoint.tensors.items():
+        if key not in expected:
+            problems.append(f"tensor {key}: stored, but this run has none of that name")
+        elif (tuple(tensor.shape), tensor.dtype) != expected[key]:
+            shape, dtype = expected[key]
+            problems.append(f"tensor {key}: stored {tuple(tensor.shape)} {tensor.dtype}, expected {shape} {dtype}")
+    updated = {key.rsplit(".", 1)[0] for key in checkpoint.tensors if key.startswith("optimizer.")}
+    for key in expected:
+        needed = not key.startswith("optimizer.") or key.rsplit(".", 1)[0] in updated
+        if needed and key not in checkpoint.tensors:
+            problems.append(f"tensor {key}: expected, but not stored")
+    tasks = set(checkpoint.state["metrics"]["lifetime"])
+    if tasks != set(trainer.tasks):
+        problems.append(f"tasks: stored {sorted(tasks)}, expected {sorted(trainer.tasks)}")
+    return problems
+
+
+def _config_mismatches(stored_json: Any, config: RunConfig) -> list[str]:
+    stored, now = flatten(from_json(RunConfig, stored_json)), flatten(config)
+    return [
+        f"config {key}: stored {stored.get(key)!r}, this run has {now.get(key)!r}"
+        for key in sorted(stored.keys() | now.keys())
+        if key not in FREE_ON_RESUME and stored.get(key) != now.get(key)
+    ]
+
+
+def _expected_tensors(trainer: Trainer) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    expected = {f"dense.{n}": (tuple(v.shape), v.dtype) for n, v in trainer.parallel.module.state_dict().items()}
+    for name, shape in trainer.optimizer.expected_shapes().items():
+        expected[f"optimizer.{name}"] = (shape, torch.float32)
+    for spec in trainer.parallel.specs:
+        expected[f"tables.{spec.name}.weight"] = ((spec.rows, spec.dim), torch.float32)
+        expected[f"tables.{spec.name}.momentum"] = ((spec.rows,), torch.float32)
+    return expected
+
+
+def _apply(checkpoint: Checkpoint, trainer: Trainer) -> None:
+    """Write a checkpoint that was found to fit into the trainer."""
+    groups: dict[str, dict[str, Tensor]] = {"dense": {}, "optimizer": {}, "tables": {}}
+    for key, tensor in checkpoint.tensors.items():
+        group, name = key.split(".", 1)
+        groups[group][name] = tensor
+    tables: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in groups["tables"].items():
+        table, part = name.rsplit(".", 1)
+        tables.setdefault(table, {})[part] = tensor
+    trainer.parallel.tables.load_table_state(tables)
+    trainer.parallel.module.load_state_dict(groups["dense"], strict=True)
+    trainer.optimizer.load_state_tensors(groups["optimizer"])
+    trainer.metrics.load_state_dict(checkpoint.state["metrics"])
+    trainer.position = Position(**checkpoint.state["position"])
+    states = checkpoint.state["random"]
+    if len(states) == trainer.runtime.world_size:  # else: the streams stay as seeded; only dropout draws from them
+        set_random_state(states[trainer.runtime.rank], trainer.runtime)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """States of the generators of this process, JSON-able."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    return {
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+        "cuda": bytes(torch.cuda.get_rng_state(device).tolist()).hex() if device.type == "cuda" else None,
+        "numpy": [str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "python": [version, list(internal), gauss],
+    }
+
+
+def set_random_state(state: dict[str, Any], runtime: Runtime) -> None:
+    """Inverse of `random_state`."""
+
+    def tensor(text: str) -> Tensor:
+        return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+
+    torch.set_rng_state(tensor(state["torch"]))
+    if runtime.device.type == "cuda" and state["cuda"]:
+        torch.cuda.set_rng_state(tensor(state["cuda"]), runtime.device)
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))

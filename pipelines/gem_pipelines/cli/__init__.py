@@ -1,0 +1,71 @@
+"""The command line. Exit codes: 0 done; 1 a mistake in command, config, data or checkpoint (one message on standard
+error, no traceback unless --traceback is given); 3 a fault of the program itself (with traceback); 130 interrupted.
+
+Commands are imported when they are called, so that `gemline config show` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from gem_pipelines.errors import ConfigError, did_you_mean
+
+COMMANDS = {
+    "train": "train a model, or go on with a run (--resume)",
+    "data": "prepare, inspect or verify a data set",
+    "config": "show the config of a recipe or of a run",
+    "ckpt": "inspect or verify a checkpoint",
+    "report": "write the report of a run",
+    "doctor": "say what this machine can run, and why not the rest",
+}
+
+EXIT_OK, EXIT_MISTAKE, EXIT_FAULT, EXIT_INTERRUPTED = 0, 1, 3, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    show_traceback = "--traceback" in arguments
+    arguments = [argument for argument in arguments if argument != "--traceback"]
+    try:
+        return _dispatch(arguments)
+    except (ValueError, OSError) as error:
+        if show_traceback:
+            traceback.print_exc()
+        print(f"gemline{_rank()}: error: {_message(error)}", file=sys.stderr)
+        return EXIT_MISTAKE
+    except KeyboardInterrupt:
+        print("gemline: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        print("gemline: this is a fault of the program, please report it with the lines above", file=sys.stderr)
+        return EXIT_FAULT
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return EXIT_OK if arguments else EXIT_MISTAKE
+    command = arguments[0]
+    if command not in COMMANDS:
+        raise ConfigError(f"unknown command {command!r}; {did_you_mean(command, COMMANDS)}")
+    module = importlib.import_module(f"gem_pipelines.cli.{command}")
+    return int(module.main(arguments[1:]))
+
+
+def _usage() -> str:
+    lines = [f"  {name:8} {text}" for name, text in COMMANDS.items()]
+    return "usage: gemline COMMAND ...\n\n" + "\n".join(lines) + "\n\n'gemline COMMAND --help' says more."
+
+
+def _message(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _rank() -> str:
+    return f" rank {os.environ['RANK']}" if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ else ""

@@ -1,0 +1,76 @@
+"""gemline ckpt inspect | verify"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from gem_pipelines.checkpoint_format import (
+    MANIFEST,
+    find_damage,
+    list_steps,
+    read_manifest,
+    state_digest,
+    step_directory,
+)
+from gem_pipelines.cli.parser import Parser
+from gem_pipelines.errors import CheckpointError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Inspect or verify one checkpoint, or all checkpoints of a run."""
+    parser = Parser(
+        prog="gemline ckpt",
+        description="inspect: what a checkpoint holds, as JSON. verify: check every byte; exit code 1 where one "
+        "is damaged.\n"
+        "DIR is a checkpoint, or a run (or its checkpoints directory): then all of its checkpoints.",
+    )
+    parser.add_argument("verb", choices=["inspect", "verify"])
+    parser.add_argument("directory", metavar="DIR")
+    known = parser.parse_args(arguments)
+    directories = checkpoint_directories(Path(known.directory))
+    return inspect(directories) if known.verb == "inspect" else verify(directories)
+
+
+def checkpoint_directories(path: Path) -> list[Path]:
+    """The checkpoints that `path` stands for."""
+    if (path / MANIFEST).exists() or path.name.startswith("step-"):
+        return [path]
+    for parent in (path / "checkpoints", path):
+        found = [step_directory(parent, step) for step in list_steps(parent)]
+        if found:
+            return found
+    raise CheckpointError(f"{path} holds no checkpoint (a directory step-NNNNNNNN with {MANIFEST})")
+
+
+def inspect(directories: list[Path]) -> int:
+    """Print the manifests' content without block hashes."""
+    shown = []
+    for directory in directories:
+        manifest = read_manifest(directory)
+        shown.append(
+            {
+                "directory": str(directory),
+                "state_digest": state_digest(manifest),
+                "format_version": manifest["format_version"],
+                "bytes": sum(entry["bytes"] for entry in manifest["files"]),
+                "files": {entry["name"]: entry["bytes"] for entry in manifest["files"]},
+                "tensors": {key: f"{entry['dtype']} {entry['shape']}" for key, entry in manifest["tensors"].items()},
+                "about": manifest["about"],
+            }
+        )
+    print(json.dumps(shown[0] if len(shown) == 1 else shown, indent=2))
+    return 0
+
+
+def verify(directories: list[Path]) -> int:
+    """Check every byte; name file and byte range of what is damaged."""
+    bad = 0
+    for directory in directories:
+        damages = find_damage(directory)
+        print(f"{directory}: {'DAMAGED' if damages else 'sound'}")
+        for damage in damages:
+            print(f"  {damage}")
+        bad += bool(damages)
+    return 1 if bad else 0

@@ -1,0 +1,70 @@
+"""gemline data prepare | inspect | verify"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from gem_pipelines.cli.parser import Parser
+from gem_pipelines.errors import ConfigError, did_you_mean
+
+_VERBS = ("prepare", "inspect", "verify")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one verb."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(
+            "usage: gemline data prepare NAME --out DIR [option=value ...]\n"
+            "       gemline data inspect DIR\n       gemline data verify DIR"
+        )
+        return 0 if arguments else 1
+    verb, rest = arguments[0], arguments[1:]
+    if verb not in _VERBS:
+        raise ConfigError(f"unknown command 'data {verb}'; {did_you_mean(verb, _VERBS)}")
+    return {"prepare": prepare, "inspect": inspect, "verify": verify}[verb](rest)
+
+
+def prepare(arguments: Sequence[str]) -> int:
+    """Fetch or generate a data set and write it in the native layout."""
+    parser = Parser(
+        prog="gemline data prepare", description="Fetch or generate a data set and write it in the native layout."
+    )
+    parser.add_argument("name", help="name of the data set")
+    parser.add_argument("options", nargs="*", help="options of the data set as name=value, e.g. rows=5000")
+    parser.add_argument("--out", required=True, help="directory to make")
+    known = parser.parse_intermixed_args(arguments)
+    from gem_pipelines.data_source import prepare_named
+
+    schema = prepare_named(known.name, known.options, Path(known.out), say=print)
+    for split in ("train", "eval"):
+        rows = sum(file.rows for file in schema.files if file.split == split)
+        print(f"{split}: {rows:,} rows")
+    print(f"ready: gemline train --data {known.out} ...")
+    return 0
+
+
+def inspect(arguments: Sequence[str]) -> int:
+    """Print what is in a data set, as JSON."""
+    directory = _directory("inspect", "Rows, lengths, label rates and time span of a data set, as JSON.", arguments)
+    from gem_data.api import inspect_dataset
+
+    print(json.dumps(inspect_dataset(directory), indent=2, default=str))
+    return 0
+
+
+def verify(arguments: Sequence[str]) -> int:
+    """Check every byte and rule of a data set; exit code 1 where one is broken."""
+    directory = _directory("verify", "Check checksums, types, ranges and time order of a data set.", arguments)
+    from gem_data.api import verify_dataset
+
+    report = verify_dataset(directory)
+    print(report)
+    return 0 if report.ok else 1
+
+
+def _directory(verb: str, description: str, arguments: Sequence[str]) -> Path:
+    parser = Parser(prog=f"gemline data {verb}", description=description)
+    parser.add_argument("directory")
+    return Path(parser.parse_args(arguments).directory)

@@ -1,0 +1,42 @@
+"""The short table at the end of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_outcome(end: dict[str, Any]) -> None:
+    """Model, floors and the best possible NE side by side; then throughput."""
+    table = Table(title=f"evaluation after step {end['step']}")
+    for name in ("", "task", "NE", "AUC", "GAUC", "calibration", "rows"):
+        table.add_column(name, justify="left" if name in ("", "task") else "right")
+    for task, m in end["evaluation"]["tasks"].items():
+        table.add_row(
+            "model", task, *(_show(m[key]) for key in ("ne", "auc", "gauc", "calibration")), f"{m['count']:,}"
+        )
+    for name, floor in end["floors"].items():
+        table.add_row(f"floor: {name}", floor.get("task", ""), _show(floor["ne"]), _show(floor["auc"]), "", "", "")
+    if end["best_ne"] is not None:
+        first = next(iter(end["evaluation"]["tasks"]))
+        table.add_row("best possible", first, _show(end["best_ne"]), "", "", "", "")
+    console = Console()
+    console.print(table)
+    speed = end["throughput"]
+    if speed["samples_per_s"] is not None:
+        console.print(
+            f"{speed['samples_per_s']:,.0f} samples/s, {speed['tokens_per_s']:,.0f} tokens/s, "
+            f"{end['seconds']:.1f} s in all",
+            highlight=False,
+        )
+    if speed["share_by_part"]:
+        shares = ", ".join(f"{part} {100 * share:.0f} %" for part, share in speed["share_by_part"].items())
+        console.print(f"time by part: {shares}", highlight=False)
+    console.print(f"run: {end['run_dir']}", highlight=False, soft_wrap=True)
+    console.print(f"report: gemline report {end['run_dir']}", highlight=False, soft_wrap=True)
+
+
+def _show(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:.4f}"

@@ -1,0 +1,109 @@
+"""gemline train"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gem_pipelines.cli.parser import Parser
+from gem_pipelines.config import RunConfig
+from gem_pipelines.config_codec import flatten
+from gem_pipelines.config_overrides import apply_overrides
+from gem_pipelines.errors import ConfigError, RunError
+from gem_pipelines.recipes import RECIPES, find_recipe
+from gem_pipelines.rundir import RunDirectory
+
+_FLAGS = ("--recipe", "--data", "--run-dir", "--resume", "--traceback")
+_NOT_REPEATED = ("--run-dir",)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train; prints the result on rank 0."""
+    parser = _parser()
+    known, overrides = parser.parse_known_args(arguments)
+    if known.help:
+        print(parser.format_help() + _list_keys(find_recipe(known.recipe or "debug")))
+        return 0
+    config = _resolve(known, overrides)
+    from gem_pipelines.cli.outcome_table import print_outcome
+    from gem_pipelines.job import Request, run
+
+    run_dir = Path(known.run_dir) if known.run_dir else None
+    request = Request(config=config, run_dir=run_dir, resume=known.resume, command=repeat_command(arguments))
+    result = run(request)
+    if result is not None:
+        print_outcome(result)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="gemline train",
+        description="Train a model. Any value of the config is changed by its dotted name: --optimizer.lr 1e-3",
+    )
+    parser.add_argument("--recipe", help=f"one of {', '.join(RECIPES)}")
+    parser.add_argument(
+        "--data", help="a directory with schema.json, or the name of a data set (short for --data.source)"
+    )
+    parser.add_argument("--run-dir", help="where the run is written (default: runs/<recipe>-<time>)")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run in --run-dir from its newest sound checkpoint"
+    )
+    return parser
+
+
+def _resolve(known: Any, overrides: list[str]) -> RunConfig:
+    """Recipe or saved config, with overrides."""
+    if known.resume:
+        if not known.run_dir:
+            raise ConfigError("--resume needs --run-dir: which run?")
+        if known.recipe:
+            raise ConfigError("--resume takes the config of the run itself; leave out --recipe (overrides are allowed)")
+        config = RunDirectory(Path(known.run_dir)).read_config()
+    elif known.recipe:
+        config = find_recipe(known.recipe)
+    else:
+        raise ConfigError(f"--recipe is missing; one of: {', '.join(RECIPES)}")
+    if known.data:
+        config = replace(
+            config, data=replace(config.data, source=known.data, options=_kept_options(config, known.data))
+        )
+    return apply_overrides(config, overrides, own_flags=_FLAGS)
+
+
+def _kept_options(config: RunConfig, source: str) -> tuple[str, ...]:
+    """A recipe's data options belong to the recipe's data set."""
+    return config.data.options if source == config.data.source else ()
+
+
+def _list_keys(config: RunConfig) -> str:
+    lines = [f"  --{key} {value!r}" for key, value in flatten(config).items()]
+    return f"\nconfig keys, with the values of recipe {config.name!r}:\n" + "\n".join(lines)
+
+
+def repeat_command(arguments: Sequence[str]) -> str:
+    """The command that repeats this run: as given, without the run directory (a run is not overwritten)."""
+    kept, skip = [], False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument in _NOT_REPEATED:
+            skip = True
+        elif not argument.startswith(tuple(f"{flag}=" for flag in _NOT_REPEATED)):
+            kept.append(argument)
+    return shlex.join([*_program(), "train", *kept])
+
+
+def _program() -> list[str]:
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return ["gemline"]
+    local, world = os.environ.get("LOCAL_WORLD_SIZE", "1"), os.environ["WORLD_SIZE"]
+    if not local.isdigit() or not world.isdigit() or int(local) < 1:
+        raise RunError(
+            f"WORLD_SIZE is {world!r} and LOCAL_WORLD_SIZE {local!r}, expected positive numbers; start with torchrun"
+        )
+    return ["torchrun", "--nnodes", str(int(world) // int(local)), "--nproc-per-node", local, "-m", "gem_pipelines"]

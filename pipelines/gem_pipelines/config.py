@@ -1,0 +1,211 @@
+"""`RunConfig`: everything that decides what a run computes, as frozen keyword-only dataclasses.
+
+A run is a Python function in `recipes/` that returns a complete `RunConfig`; the command line changes single values
+by dotted name (`--optimizer.lr 1e-3`); the resolved config is saved in the run directory and in every checkpoint.
+There is no other place that configures: no environment variables, no registries, no files that include files. Types
+are checked when a config is made, and a bool is never taken for an int.
+
+Changing a value of `FREE_ON_RESUME` when a run is resumed does not change what a step computes; changing any other is
+refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gem_pipelines.config_codec import check_types
+from gem_pipelines.errors import ConfigError
+from gem_pipelines.model.config import ModelConfig
+
+FREE_ON_RESUME = frozenset(
+    {
+        "train.steps",
+        "train.epochs",
+        "train.eval_every",
+        "train.eval_batch_size",
+        "train.predictions",
+        "train.floor_rows",
+        "train.checkpoint_every",
+        "train.keep_checkpoints",
+        "train.record_every",
+        "train.print_every",
+        "train.profile_every",
+        "train.peak_flops_per_s",
+        "train.tensorboard",
+        "train.timeout_s",
+        "train.device",
+        "data.source",
+        "data.cache",
+        "data.prefetch",
+        "name",
+    }
+)
+
+
+def _at_least(section: str, minimum: float, **values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not value >= minimum:  # also refuses NaN
+            raise ConfigError(f"{section}.{name} is {value}, expected at least {minimum}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is read, and how rows become batches."""
+
+    source: str = "synthetic"
+    """A directory with schema.json, or the name of a data set that is fetched or generated."""
+    options: tuple[str, ...] = ()
+    """Options of a named data set, as name=value."""
+    cache: str = "data"
+    """Where named data sets are kept after they were prepared once."""
+    global_batch_size: int = 512
+    """Rows of one micro-batch over all processes."""
+    accumulate: int = 1
+    """Micro-batches per optimizer step. Dense gradients add up; tables update at every micro-batch (their update is
+    part of backward).
+    """
+    shuffle: bool = True
+    """Deterministic from train.seed and the epoch."""
+    window_groups: int = 8
+    """Row groups shuffled together."""
+    logical_shards: int = 1
+    """Row group sequences that a batch is dealt from; the order depends on it, and never on the number of processes."""
+    max_length: int | None = None
+    """Keep only the latest events of each stream; None: the schema's limit."""
+    drop_last: bool = False
+    """Drop the smaller last batch of an epoch."""
+    prefetch: int = 2
+    """Batches decoded ahead by a thread; 0: in line."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "data")
+        _at_least("data", 1, global_batch_size=self.global_batch_size, accumulate=self.accumulate)
+        _at_least("data", 1, window_groups=self.window_groups, logical_shards=self.logical_shards)
+        _at_least("data", 1, max_length=self.max_length)
+        _at_least("data", 0, prefetch=self.prefetch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TablesConfig:
+    """The optimizer of the embedding tables: exact row-wise AdaGrad, fused into backward. Dims belong to the model."""
+
+    impl: Literal["torchrec", "reference"] = "torchrec"
+    """Implementation of the tables; "reference" is the slow definition, for one process."""
+    lr: float = 0.05
+    """Base learning rate; follows the schedule of the optimizer section where scheduled."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    scheduled: bool = True
+    """Apply warm-up and schedule to the tables too."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "tables")
+        _at_least("tables", 0, lr=self.lr, eps=self.eps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The dense optimizer: AdamW."""
+
+    lr: float = 1e-3
+    """Base learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the two moments."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled decay of matrices; biases and norms are not decayed."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    schedule: Literal["constant", "cosine"] = "cosine"
+    """Shape after the warm-up."""
+    floor: float = 0.0
+    """Share of the base learning rate at the end of the cosine."""
+    max_grad_norm: float | None = 1.0
+    """Clip dense gradients to this global norm; None: do not clip."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "optimizer")
+        _at_least("optimizer", 0, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        _at_least("optimizer", 0, warmup_steps=self.warmup_steps, floor=self.floor)
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(f"optimizer.max_grad_norm is {self.max_grad_norm}, expected above 0, or None")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError(f"optimizer.betas is {self.betas}, expected two numbers in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The job: how long, what is written and measured on the way, and on what it runs."""
+
+    steps: int | None = None
+    """Optimizer steps in total; None: as many as `epochs` hold."""
+    epochs: int = 1
+    """Passes over the training split, where steps is None."""
+    seed: int = 0
+    """Seeds initialisation, shuffling and dropout."""
+    task_weights: tuple[float, ...] = ()
+    """Weight of each task's loss, in schema order; empty: 1 each."""
+    metric_window: int = 50
+    """Steps of the window metrics."""
+    eval_every: int = 0
+    """Evaluate every so many steps; 0: only at the end."""
+    eval_batch_size: int = 2048
+    """Rows of one evaluation batch over all processes."""
+    floor_rows: int = 1_000_000
+    """Compute the counting floors at the end where the data has at most so many rows; 0: never."""
+    predictions: bool = True
+    """Write predictions-<step>.parquet at each evaluation."""
+    checkpoint_every: int = 0
+    """Write a checkpoint every so many steps; 0: only at the end."""
+    keep_checkpoints: int = 3
+    """How many of the newest checkpoints are kept."""
+    record_every: int = 1
+    """Steps per record in metrics.jsonl and TensorBoard."""
+    print_every: int = 10
+    """Steps per line where the output is not a terminal."""
+    profile_every: int = 50
+    """Steps between two steps whose time is split by part; 0: never."""
+    peak_flops_per_s: float | None = None
+    """Peak of one device, for MFU; None: a large matmul is timed at the start."""
+    tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where present."""
+    threads: int | None = None
+    """Threads of CPU operations; None: as torch chooses. Another number may change the last bits."""
+    deterministic: bool = True
+    """Refuse operations whose result depends on timing."""
+    timeout_s: float = 600.0
+    """How long a collective waits before the run fails."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "train")
+        _at_least("train", 1, steps=self.steps, epochs=self.epochs, metric_window=self.metric_window)
+        _at_least("train", 1, eval_batch_size=self.eval_batch_size, keep_checkpoints=self.keep_checkpoints)
+        _at_least("train", 1, record_every=self.record_every, print_every=self.print_every, threads=self.threads)
+        _at_least("train", 0, eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
+        _at_least("train", 0, profile_every=self.profile_every, seed=self.seed, floor_rows=self.floor_rows)
+        for weight in self.task_weights:
+            _at_least("train", 0, task_weights=weight)
+        if self.peak_flops_per_s is not None and not self.peak_flops_per_s > 0:
+            raise ConfigError(f"train.peak_flops_per_s is {self.peak_flops_per_s}, expected above 0, or None")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"train.timeout_s is {self.timeout_s}, expected above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A complete run."""
+
+    name: str = "run"
+    """Name of the recipe, or of whatever made this config; part of the default run directory."""
+    data: DataConfig = field(default_factory=DataConfig)
+    tables: TablesConfig = field(default_factory=TablesConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        check_types(self, "")

@@ -1,0 +1,62 @@
+"""Dotted overrides of the command line: `["--optimizer.lr", "1e-3"]` on top of a recipe's config.
+
+Keys are checked here first, so that a typing error gets one line with the nearest key; values are parsed by tyro from
+the dataclasses' annotations, and its message is passed on in one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from gem_pipelines.config import RunConfig
+from gem_pipelines.config_codec import flatten
+from gem_pipelines.errors import ConfigError, did_you_mean
+
+
+def apply_overrides(config: RunConfig, arguments: Sequence[str], *, own_flags: Sequence[str] = ()) -> RunConfig:
+    """`config` with `arguments` ("--key value", "--key=value") applied. Raises ConfigError.
+
+    own_flags  flags of the command itself, which a misspelt one is also compared with
+    """
+    if not arguments:
+        return config
+    known = flatten(config)
+    for argument in arguments:
+        if argument.startswith("--"):
+            key = argument[2:].split("=", 1)[0].replace("-", "_")
+            if key not in known:
+                valid = [f"--{name}" for name in known] + list(own_flags)
+                raise ConfigError(
+                    f"unknown config key {argument[2:].split('=', 1)[0]!r}; {did_you_mean(f'--{key}', valid)}"
+                )
+    if not arguments[0].startswith("--"):
+        raise ConfigError(f"unexpected argument {arguments[0]!r}: overrides look like --optimizer.lr 1e-3")
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            return tyro.cli(
+                RunConfig,
+                default=config,
+                args=list(arguments),
+                config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+            )
+    except SystemExit:
+        raise ConfigError(_one_line(said.getvalue())) from None
+
+
+def _one_line(message: str) -> str:
+    """The sentence inside tyro's drawn box, without the frame, the help text and the pointer to --help."""
+    lines = [re.sub(r"[\u2500-\u257f]|-{5,}", "", line).strip() for line in message.splitlines()]
+    kept: list[str] = []
+    for line in lines:
+        if line.startswith(("Argument helptext", "For full helptext", "Perhaps you meant")):
+            break
+        if line and line not in ("Value error", "Invalid choice", "Parsing error"):
+            kept.append(line)
+    return " ".join(kept) or f"the overrides could not be parsed: {message.strip() or sys.argv}"

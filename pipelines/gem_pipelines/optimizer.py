@@ -1,0 +1,135 @@
+"""The dense step: AdamW, warm-up and schedule, clipping by the global norm. The tables' step already happened in
+backward.
+
+The learning rate of optimizer step s (0-based) is lr * factor(s):
+
+    s < warmup_steps:   (s + 1) / warmup_steps
+    "constant":         1
+    "cosine":           floor + (1 - floor) * (1 + cos(pi * x)) / 2,   x = (s - warmup) / (total - warmup), at most 1
+
+The same shape drives the tables' learning rate (`Tables.set_learning_rate`), from its own base value. The schedule is
+a pure function of the step number: there is no scheduler state to save or to lose.
+
+Clipping sees the dense gradients only. The fused update of the tables happens while backward runs, before any norm is
+known. Weight decay applies to matrices, not to biases and norms (parameters with fewer than two dims).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gem_pipelines.config import OptimizerConfig
+
+STATE_NAMES = ("exp_avg", "exp_avg_sq", "step")
+
+
+def learning_rate_factor(step: int, *, warmup_steps: int, total_steps: int, schedule: str, floor: float) -> float:
+    """factor(step) of the module's docstring.
+
+    >>> [learning_rate_factor(s, warmup_steps=2, total_steps=4, schedule="cosine", floor=0.0) for s in (0, 1, 2, 3)]
+    [0.5, 1.0, 1.0, 0.5]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "constant":
+        return 1.0
+    if schedule != "cosine":
+        raise ValueError(f"optimizer.schedule is {schedule!r}; valid: 'constant', 'cosine'")
+    share = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * share))
+
+
+class DenseOptimizer:
+    """AdamW over the named parameters of the dense model.
+
+    named_parameters  (canonical name, parameter); names key the checkpoint
+    total_steps       length of the schedule
+    """
+
+    def __init__(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, *, total_steps: int
+    ) -> None:
+        self.config = config
+        self.total_steps = total_steps
+        self.named = dict(named_parameters)
+        decayed = [p for p in self.named.values() if p.ndim >= 2]
+        plain = [p for p in self.named.values() if p.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps
+        )
+
+    def factor(self, step: int) -> float:
+        """Learning rate factor of 0-based `step`."""
+        config = self.config
+        return learning_rate_factor(
+            step,
+            warmup_steps=config.warmup_steps,
+            total_steps=self.total_steps,
+            schedule=config.schedule,
+            floor=config.floor,
+        )
+
+    def step(self, step: int) -> tuple[float, float]:
+        """Clip and update; returns (learning rate used, gradient norm before clipping). Gradients are cleared."""
+        lr = self.config.lr * self.factor(step)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        limit = self.config.max_grad_norm
+        norm = nn.utils.clip_grad_norm_(self.named.values(), math.inf if limit is None else limit)
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        return lr, float(norm)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """ "<parameter>.<state>" -> tensor, for parameters that were updated at least once."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.named.items():
+            state = self.adamw.state.get(parameter, {})
+            found.update({f"{name}.{key}": state[key] for key in STATE_NAMES if key in state})
+        return found
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the tensors."""
+        config = self.config
+        return {
+            "kind": "AdamW",
+            "lr": config.lr,
+            "betas": list(config.betas),
+            "eps": config.eps,
+            "weight_decay": config.weight_decay,
+            "max_grad_norm": config.max_grad_norm,
+            "schedule": {
+                "kind": config.schedule,
+                "warmup_steps": config.warmup_steps,
+                "floor": config.floor,
+                "total_steps": self.total_steps,
+            },
+        }
+
+    def expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """ "<parameter>.<state>" -> shape, of every state tensor that can exist."""
+        return {
+            f"{name}.{key}": () if key == "step" else tuple(parameter.shape)
+            for name, parameter in self.named.items()
+            for key in STATE_NAMES
+        }
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Inverse of `state_tensors`; the caller has checked names and shapes."""
+        self.adamw.state.clear()
+        for name, parameter in self.named.items():
+            present = {key: tensors[f"{name}.{key}"] for key in STATE_NAMES if f"{name}.{key}" in tensors}
+            if not present:
+                continue
+            assert len(present) == len(STATE_NAMES), f"half a state for {name}: {sorted(present)}"
+            # AdamW keeps `step` on the CPU; the moments follow the parameter.
+            self.adamw.state[parameter] = {
+                key: value.clone() if key == "step" else value.to(parameter.device, copy=True)
+                for key, value in present.items()
+            }

@@ -1,0 +1,78 @@
+"""What stands in the "end" record: throughput of the run, floors to compare with, the best NE that is possible.
+
+Floors are what counting alone reaches on the same split (logistic regression on user and item ids, running
+like-rates). They are computed from the written tables, by gem_datasets, and printed beside the model: a model below
+them has learnt less than counting.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from gem_data.interface import Schema
+from gem_datasets import floors as counting
+
+WARM_UP_STEPS = 3
+
+
+class Throughput:
+    """Samples and tokens per second of training steps, and share of time by part on profiled ones.
+
+    The first WARM_UP_STEPS steps of a process are left out (first allocations, first reads) if there are more.
+    Evaluation and checkpoints are not training time and not in it.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[float, int, int]] = []
+        self._parts: dict[str, float] = {}
+
+    def add(self, record: dict[str, Any], *, seconds: float, parts: dict[str, float] | None) -> None:
+        """Add one step."""
+        self._steps.append((seconds, record["rows"], record["events"]))
+        for part, value in (parts or {}).items():
+            self._parts[part] = self._parts.get(part, 0.0) + value
+
+    def _counted(self) -> list[tuple[float, int, int]]:
+        return self._steps[WARM_UP_STEPS:] or self._steps
+
+    def seconds_per_step(self) -> float:
+        """Mean seconds of a step."""
+        counted = self._counted()
+        return sum(seconds for seconds, _, _ in counted) / len(counted) if counted else 0.0
+
+    def summary(self) -> dict[str, Any]:
+        """{"samples_per_s", "tokens_per_s", "share_by_part"}; None and {} where nothing was trained."""
+        counted = self._counted()
+        seconds = sum(s for s, _, _ in counted)
+        profiled = sum(self._parts.values())
+        return {
+            "samples_per_s": sum(rows for _, rows, _ in counted) / seconds if counted else None,
+            "tokens_per_s": sum(events for _, _, events in counted) / seconds if counted else None,
+            "share_by_part": {part: value / profiled for part, value in self._parts.items()} if profiled else {},
+        }
+
+
+def best_possible_ne(schema: Schema, task: str) -> float | None:
+    """NE of the planted truth, where the data set knows it."""
+    known = schema.facts.get("best_ne")
+    value = known.get(task) if isinstance(known, dict) else known
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def counting_floors(data: Path, schema: Schema, task: str, row_limit: int) -> dict[str, dict[str, Any]]:
+    """Name -> {"auc", "ne", "task"} of every floor that can be computed; {} beyond `row_limit` rows."""
+    if sum(file.rows for file in schema.files) > row_limit:
+        return {}
+    tables = {split: _read_split(data, schema, split) for split in ("train", "eval")}
+    found: dict[str, dict[str, Any]] = {}
+    for name, compute in (("logistic", counting.logistic_floor), ("running rate", counting.running_rate_floor)):
+        figures = compute(tables["train"], tables["eval"], task)
+        found[name] = {"auc": figures["auc"], "ne": figures["ne"], "task": task}
+    return found
+
+
+def _read_split(data: Path, schema: Schema, split: str) -> pa.Table:
+    return pa.concat_tables([pq.read_table(data / file.path) for file in schema.files if file.split == split])

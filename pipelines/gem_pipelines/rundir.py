@@ -1,0 +1,150 @@
+"""The run directory: everything a run leaves behind, and all that resuming and reporting read.
+
+    config.json              the resolved config
+    command.txt              the command that repeats the run
+    versions.json            packages, interfaces, machine
+    metrics.jsonl            one record a line (start, train, eval, resume, end)
+    tensorboard/             the same figures as TensorBoard events
+    predictions-<step>.parquet
+    checkpoints/step-<NNNNNNNN>/
+    report.html, report.md   written by `gemline report`
+
+A run that has started is never overwritten: training into its directory needs --resume.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from gem_pipelines.config import RunConfig
+from gem_pipelines.config_codec import from_json, to_json
+from gem_pipelines.contract import installed_versions
+from gem_pipelines.errors import RunError
+
+_DISTRIBUTIONS = ("gemline", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow", "safetensors")
+
+
+class RunDirectory:
+    """Paths and small files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        """The records."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Parent of the checkpoint directories."""
+        return self.path / "checkpoints"
+
+    def predictions_file(self, step: int) -> Path:
+        """Predictions of the evaluation at `step`."""
+        return self.path / f"predictions-{step}.parquet"
+
+    def check_unused(self) -> None:
+        """Raise RunError where a run exists here already."""
+        if self.config_file.exists() or self.checkpoints.exists():
+            raise RunError(
+                f"{self.path} holds a run already and is not overwritten: add --resume to go on with it, "
+                "or choose another --run-dir"
+            )
+
+    def create(self, config: RunConfig, *, command: str) -> None:
+        """Make the directory and write what describes the run."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        write_text(self.path / "command.txt", command + "\n")
+        write_text(self.path / "versions.json", json.dumps(collect_versions(), indent=2) + "\n")
+        self.write_config(config)
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write config.json."""
+        write_text(self.config_file, json.dumps(to_json(config), indent=2) + "\n")
+
+    def read_config(self) -> RunConfig:
+        """The config of an existing run."""
+        if not self.config_file.is_file():
+            raise RunError(f"{self.path} holds no run to resume: {self.config_file} does not exist")
+        try:
+            value = json.loads(self.config_file.read_text())
+        except ValueError as error:
+            raise RunError(f"{self.config_file} is not JSON: {error}") from None
+        config = from_json(RunConfig, value)
+        assert isinstance(config, RunConfig)
+        return config
+
+    def forget_after(self, step: int) -> None:
+        """Drop the records of steps after `step`, and a last line that a kill cut: they are written again."""
+        if not self.metrics_file.exists():
+            return
+        kept = [r for r in read_records(self.metrics_file) if r.get("step", 0) <= step and r.get("kind") != "end"]
+        write_text(self.metrics_file, "".join(json_line(record) for record in kept))
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Records of a metrics.jsonl. A last line without line end (a killed writer) is left out; any other bad line is
+    an error.
+    """
+    text = path.read_text()
+    lines = text.split("\n")
+    records = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            raise RunError(f"{path}, line {number}: not JSON") from None
+    return records
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """One line of JSON. A number that is not finite becomes null, which every JSON reader understands."""
+    return json.dumps(_finite(record), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `path` all or nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def collect_versions() -> dict[str, Any]:
+    """Versions of what computed a run."""
+    found = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        **found,
+        "interfaces": {name: list(version) for name, version in installed_versions().items()},
+    }
