@@ -10,7 +10,7 @@ number of pairs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -59,68 +59,74 @@ def attention(
     """See interface.Attention."""
     own = without_kv_index(layout)
     plan = plan_for(own)
-    scaled_q = q * spec.scale
-    qs = _padded_q(scaled_q, plan, spec)
-    ks = _padded(k, plan, keys=True)
-    vs = _padded(v, plan, keys=True)
+    qs = _padded_q(q * spec.scale, plan, spec)
+    ks = _padded(k, plan, "k")
+    vs = _padded(v, plan, "k")
     masks = group_masks(plan, spec, own)
     biases = _biases(spec, plan, own, position_table, time_table, q)
     outputs = [
         _attend(q_g, k_g, v_g, mask, bias, spec, group)
         for q_g, k_g, v_g, mask, bias, group in zip(qs, ks, vs, masks, biases, plan.groups, strict=True)
     ]
-    nothing = q[:0].sum() + k[:0].sum() + v[:0].sum()  # 0, and a path for gradients when no group is left
     if spec.query == "broadcast":
-        out = _unpad_broadcast(outputs, plan, own, q, v) + nothing
-        out = repeat_rows(out, layout.kv_index)
-        return out / divisor.view(*out.shape[:2], 1, 1).to(out.dtype) if divisor is not None else out
-    rows = [out.flatten(0, 1) for out in outputs]
-    packed = torch.cat(rows) if rows else q.new_zeros(0, q.shape[1], v.shape[2]) + nothing
-    out = _gather(packed, plan.q_unpad, plan.q_pad)
-    return out / divisor[:, None, None].to(out.dtype) if divisor is not None else out
+        out = repeat_rows(_unpad_broadcast(outputs, plan, own, q, v), layout.kv_index)
+    else:
+        out = _unpad(outputs, plan, q, v)
+    if not outputs:  # zeros, but with a path for gradients
+        out = out + (q[:0].sum() + k[:0].sum() + v[:0].sum())
+    if divisor is not None:
+        return out / divisor.to(out.dtype).view(*out.shape[:-2], 1, 1)
+    return out if spec.divisor == "per_token" or spec.divisor == 1 else out / spec.divisor
 
 
-def _padded(x: Tensor, plan: Plan, *, keys: bool) -> list[Tensor]:
-    """Per group (G, rows, heads, dim)."""
-    pad, unpad = (plan.k_pad, plan.k_unpad) if keys else (plan.q_pad, plan.q_unpad)
-    lengths = [group.keys if keys else group.queries for group in plan.groups]
-    rows = [group.size * length for group, length in zip(plan.groups, lengths, strict=True)]
-    parts = torch.split(_gather(x, pad, unpad), rows) if rows else ()
-    return [part.unflatten(0, (-1, length)) for part, length in zip(parts, lengths, strict=True)]
+def _padded(x: Tensor, plan: Plan, side: Literal["q", "k"]) -> list[Tensor]:
+    """Per group (G, heads, rows, dim), contiguous."""
+    heads, dim = x.shape[1:]
+    lengths = [group.keys if side == "k" else group.queries for group in plan.groups]
+    rows = [group.size * heads * length for group, length in zip(plan.groups, lengths, strict=True)]
+    parts = torch.split(_gather(x.reshape(-1, dim), *plan.gather(side, heads)), rows) if rows else ()
+    return [part.view(-1, heads, length, dim) for part, length in zip(parts, lengths, strict=True)]
 
 
 def _padded_q(q: Tensor, plan: Plan, spec: AttentionSpec) -> list[Tensor]:
     if spec.query == "broadcast":
-        return [q.expand(group.size, *q.shape) for group in plan.groups]
-    return _padded(q, plan, keys=False)
+        q_HSD = q.transpose(0, 1).contiguous()
+        return [q_HSD.expand(group.size, *q_HSD.shape) for group in plan.groups]
+    return _padded(q, plan, "q")
 
 
 def _attend(
-    q_GNHD: Tensor,
-    k_GMJD: Tensor,
-    v_GMJE: Tensor,
+    q_GHND: Tensor,
+    k_GJMD: Tensor,
+    v_GJME: Tensor,
     mask_GNM: Tensor | None,
     bias_GHNM: Tensor | None,
     spec: AttentionSpec,
     group: Group,
 ) -> Tensor:
-    """One group -> (G, N, H, E). J kv heads; the H / J query heads of one kv head are stacked as more rows."""
-    size, queries, heads, dim = q_GNHD.shape
-    kv_heads = k_GMJD.shape[2]
-    q_GJRD = q_GNHD.transpose(1, 2).reshape(size, kv_heads, -1, dim)
-    scores = (q_GJRD @ k_GMJD.permute(0, 2, 3, 1)).view(size, heads, queries, -1)
+    """One group -> (G, H, N, E). J kv heads; the H / J query heads of one kv head are stacked as more rows."""
+    size, heads, queries, dim = q_GHND.shape
+    kv_heads = k_GJMD.shape[1]
+    grouped = kv_heads != heads
+    q_GJRD = q_GHND.reshape(size, kv_heads, -1, dim) if grouped else q_GHND
+    scores = q_GJRD @ k_GJMD.transpose(2, 3)
+    if grouped:
+        scores = scores.view(size, heads, queries, -1)
     if bias_GHNM is not None:
         scores = scores + bias_GHNM
     if spec.activation == "softmax":
         hidden = _softmax_hidden(mask_GNM, group, scores)
         weights = (scores if hidden is None else scores + hidden).softmax(dim=-1)
     else:
-        # Zeroing scores hides a pair, as each f(0) is 0. mul_ by bool: masked_fill is 20 times slower on a CPU.
-        weights = POINTWISE[spec.activation](scores if mask_GNM is None else scores.mul_(mask_GNM[:, None]))
-    out_GJRE = weights.view(size, kv_heads, -1, weights.shape[-1]) @ v_GMJE.transpose(1, 2)
-    if spec.divisor != "per_token" and spec.divisor != 1:
-        out_GJRE = out_GJRE / spec.divisor
-    return out_GJRE.view(size, heads, queries, -1).transpose(1, 2)
+        if mask_GNM is not None:
+            # Zeroing scores hides a pair, as each f(0) is 0. A product by bool, as masked_fill is 20 times slower on a
+            # CPU; in place only where scores is no view, since autograd copies the gradient of a view changed in place.
+            shown = mask_GNM[:, None]
+            scores = scores * shown if grouped or bias_GHNM is not None else scores.mul_(shown)
+        weights = POINTWISE[spec.activation](scores)
+    if not grouped:
+        return weights @ v_GJME
+    return (weights.view(size, kv_heads, -1, weights.shape[-1]) @ v_GJME).view(size, heads, queries, -1)
 
 
 def _softmax_hidden(mask_GNM: Tensor | None, group: Group, scores: Tensor) -> Tensor | None:
@@ -132,13 +138,21 @@ def _softmax_hidden(mask_GNM: Tensor | None, group: Group, scores: Tensor) -> Te
     return torch.zeros_like(hidden, dtype=scores.dtype).masked_fill_(hidden, huge)[:, None]
 
 
+def _unpad(outputs: list[Tensor], plan: Plan, q: Tensor, v: Tensor) -> Tensor:
+    """(Tq, H, E), zeros for rows without keys."""
+    heads, dim = q.shape[1], v.shape[2]
+    if not outputs:
+        return q.new_zeros(q.shape[0], heads, dim)
+    pad, unpad = plan.gather("q", heads)
+    return _gather(torch.cat([out.reshape(-1, dim) for out in outputs]), unpad, pad).view(-1, heads, dim)
+
+
 def _unpad_broadcast(outputs: list[Tensor], plan: Plan, layout: Layout, q: Tensor, v: Tensor) -> Tensor:
     """(B, S, H, E), zeros for samples without keys."""
-    shape = (layout.batch_size, q.shape[0], q.shape[1], v.shape[2])
     if not outputs:
-        return q.new_zeros(shape)
-    # q_pad has one row a sample here, so its inverse orders the samples.
-    return _gather(torch.cat(outputs), plan.q_unpad, plan.q_pad)
+        return q.new_zeros(layout.batch_size, q.shape[0], q.shape[1], v.shape[2])
+    pad, unpad = plan.gather("q", 1)  # one row a sample here
+    return _gather(torch.cat(outputs), unpad, pad).transpose(1, 2).contiguous()
 
 
 # ------------------------------------------------------------------------------------------------ bias

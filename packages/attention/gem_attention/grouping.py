@@ -9,6 +9,7 @@ size whose scores stay in cache. The plan is made once per Layout and kept as lo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 from gem_attention.interface import AttentionSpec, Layout, MaskSpec, TimeBuckets
 from gem_attention.masks import time_boundaries
 
-PADDING_PAIRS = 20_000  # padded (query, key) pairs that cost as much as starting another group
-GROUP_PAIRS = 400_000  # pairs of one group: 4 heads of float32 scores are 6.4 MB
+PADDING_PAIRS = 40_000  # padded (query, key) pairs that cost as much as starting another group
+GROUP_PAIRS = 250_000  # pairs of one group: 4 heads of float32 scores are 4 MB
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,7 +45,7 @@ class RowGather:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
-    """G samples, padded to N queries and M keys. starts and lengths are (G,) int64 on the layout's device."""
+    """G samples, padded to N queries and M keys. samples and lengths are (G,) int64 on the layout's device."""
 
     samples: Tensor
     queries: int
@@ -59,14 +60,28 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """Groups and the gathers between packed rows and padded rows (all groups one after another)."""
+    """Groups, and which packed row stands where: q_rows and k_rows hold per group (G, N) and (G, M), -1 for padding."""
 
     groups: tuple[Group, ...]
-    q_pad: RowGather
-    q_unpad: RowGather
-    k_pad: RowGather
-    k_unpad: RowGather
+    q_rows: tuple[Tensor, ...]
+    k_rows: tuple[Tensor, ...]
+    total_q: int
+    total_k: int
+    gathers: dict[tuple[str, int], tuple[RowGather, RowGather]] = field(default_factory=dict)
     masks: dict[MaskSpec, list[Tensor | None]] = field(default_factory=dict)
+
+    def gather(self, side: Literal["q", "k"], heads: int) -> tuple[RowGather, RowGather]:
+        """From (T * heads) packed rows to padded ones, group by group in the order (G, heads, rows), and back.
+
+        Moving heads in front of rows here saves the copies that batched matmuls would make. Every packed row stands in
+        at most one padded row, so the way back is a gather too.
+        """
+        found = self.gathers.get((side, heads))
+        if found is None:
+            rows = self.q_rows if side == "q" else self.k_rows
+            total = self.total_q if side == "q" else self.total_k
+            found = self.gathers[side, heads] = _both_ways(rows, heads, total * heads)
+        return found
 
 
 _plans: WeakKeyDictionary[Layout, Plan] = WeakKeyDictionary()
@@ -87,7 +102,7 @@ def make_plan(layout: Layout) -> Plan:
     # Broadcast queries are not gathered; one query row a sample stands for them in the cost.
     q_offsets = torch.arange(layout.batch_size + 1) if layout.q_offsets is None else layout.q_offsets.cpu()
     q_lengths = q_offsets.diff()
-    groups, q_index, k_index = [], [], []
+    groups, q_rows, k_rows = [], [], []
     for members in _cut(q_lengths.tolist(), k_lengths.tolist()):
         samples = torch.tensor(members)
         group = Group(
@@ -98,11 +113,15 @@ def make_plan(layout: Layout) -> Plan:
             k_lengths=k_lengths[samples].to(device),
         )
         groups.append(group)
-        q_index.append(_padded_rows(q_offsets[samples], q_lengths[samples], group.queries))
-        k_index.append(_padded_rows(k_offsets[samples], k_lengths[samples], group.keys))
-    q_pad, q_unpad = _both_ways(q_index, int(q_offsets[-1]), device)
-    k_pad, k_unpad = _both_ways(k_index, layout.total_k, device)
-    return Plan(groups=tuple(groups), q_pad=q_pad, q_unpad=q_unpad, k_pad=k_pad, k_unpad=k_unpad)
+        q_rows.append(_padded_rows(q_offsets[samples], q_lengths[samples], group.queries).to(device))
+        k_rows.append(_padded_rows(k_offsets[samples], k_lengths[samples], group.keys).to(device))
+    return Plan(
+        groups=tuple(groups),
+        q_rows=tuple(q_rows),
+        k_rows=tuple(k_rows),
+        total_q=int(q_offsets[-1]),
+        total_k=layout.total_k,
+    )
 
 
 def _cut(q_lengths: list[int], k_lengths: list[int]) -> list[list[int]]:
@@ -127,19 +146,22 @@ def _cut(q_lengths: list[int], k_lengths: list[int]) -> list[list[int]]:
 
 
 def _padded_rows(starts: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """(G * width,) packed row of each padded row, -1 where there is none."""
+    """(G, width) packed row of each padded row, -1 where there is none."""
     column = torch.arange(width)
-    rows = starts[:, None] + column
-    return rows.where(column < lengths[:, None], -1).flatten()
+    return (starts[:, None] + column).where(column < lengths[:, None], -1)
 
 
-def _both_ways(index: list[Tensor], total: int, device: torch.device) -> tuple[RowGather, RowGather]:
-    """Packed -> padded and back. Every packed row stands in at most one padded row, so the inverse is a gather too."""
-    pad = torch.cat(index) if index else torch.empty(0, dtype=torch.int64)
-    unpad = torch.full((total,), -1, dtype=torch.int64)
+def _both_ways(rows: tuple[Tensor, ...], heads: int, total: int) -> tuple[RowGather, RowGather]:
+    if not rows:
+        nothing = torch.empty(0, dtype=torch.int64)
+        return RowGather.of(nothing), RowGather.of(nothing.new_full((total,), -1))
+    head = torch.arange(heads, device=rows[0].device)[:, None]
+    by_head = [(row[:, None] * heads + head).where(row[:, None] >= 0, -1).flatten() for row in rows]
+    pad = torch.cat(by_head)
     filled = (pad >= 0).nonzero().flatten()
+    unpad = pad.new_full((total,), -1)
     unpad[pad[filled]] = filled
-    return RowGather.of(pad.to(device)), RowGather.of(unpad.to(device))
+    return RowGather.of(pad), RowGather.of(unpad)
 
 
 # ------------------------------------------------------------------------------------------------ masks and buckets
@@ -207,16 +229,12 @@ def group_time_buckets(plan: Plan, buckets: TimeBuckets, layout: Layout) -> list
     following = torch.cat([times[1:], times[-1:]])
     last = layout.k_offsets[1:][layout.k_offsets.diff() > 0] - 1
     following[last] = times[last]
-    padded_t, padded_next = plan.k_pad(times), plan.k_pad(following)
-    result, start = [], 0
-    for group in plan.groups:
-        stop = start + group.size * group.keys
-        t = padded_t[start:stop].view(group.size, group.keys)
-        then = padded_next[start:stop].view(group.size, group.keys)
+    result = []
+    for group, rows in zip(plan.groups, plan.k_rows, strict=True):
+        t, then = times[rows], following[rows]  # padding takes the last row: any value does
         if layout.tail:
             row = torch.arange(group.queries, device=t.device) + (group.k_lengths - group.q_lengths)[:, None]
             then = then.gather(1, row.clamp(max=group.keys - 1))
         gap = (then[:, :, None] - t[:, None, :]).abs()
         result.append(torch.bucketize(gap, edges, right=True, out_int32=True))
-        start = stop
     return result
