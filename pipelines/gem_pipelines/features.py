@@ -1,0 +1,47 @@
+"""From a batch and its embedded ids to what the model's maths sees."""
+
+from __future__ import annotations
+
+import torch
+from gem_data.interface import Batch, Schema
+from torch import Tensor
+
+from gem_pipelines.model.inputs import ModelInput, StreamInput
+
+
+def to_model_input(batch: Batch, embeddings: dict[str, Tensor], *, schema: Schema) -> ModelInput:
+    """Name, pool and shape; no learned number is involved.
+
+    Lists whose table is also used by scalars or events come as single vectors and are averaged here (an empty list
+    gives 0); the others come averaged from the tables. Reads one number per stream, the longest row, so it waits for
+    the device unless the batch is on the CPU.
+
+    Example: lists ids.tags of [[3, 5], []] over a shared table: vectors e3, e5 become rows (e3 + e5) / 2 and 0.
+    """
+    used_once = set(_tables_of_single_ids(schema))
+    vectors = dict(embeddings)
+    for feature in schema.lists:
+        if feature.table in used_once:
+            vectors[feature.name] = mean_of_rows(vectors[feature.name], batch.ids[feature.name].lengths())
+    streams = {}
+    for name, stream in batch.streams.items():
+        lengths = stream.offsets.diff()
+        streams[name] = StreamInput(
+            offsets=stream.offsets,
+            actions=stream.actions,
+            times=stream.times,
+            max_len=int(lengths.max()) if lengths.numel() else 0,
+        )
+    return ModelInput(embeddings=vectors, dense=batch.dense, timestamps=batch.timestamps, streams=streams)
+
+
+def _tables_of_single_ids(schema: Schema) -> list[str]:
+    events = [field.table for stream in schema.streams for field in stream.fields]
+    return [feature.table for feature in schema.scalars] + events
+
+
+def mean_of_rows(vectors_ND: Tensor, lengths_B: Tensor) -> Tensor:
+    """(B, D) means of consecutive vectors: lengths [2, 0, 1] average rows 0-1, nothing (0), and row 2."""
+    row_N = torch.repeat_interleave(lengths_B, output_size=vectors_ND.shape[0])
+    sums_BD = vectors_ND.new_zeros(lengths_B.shape[0], vectors_ND.shape[1]).index_add(0, row_N, vectors_ND)
+    return sums_BD / lengths_B.clamp(min=1).to(sums_BD.dtype)[:, None]

@@ -1,0 +1,129 @@
+"""Sequence parts of Kunlun (arXiv 2602.10016), after public notes of it.
+
+GDPA-PFFN   a feed-forward layer whose weights are made from the features: a_t = sum_w gelu(<q_t, k_w> / tau) v_w with
+            q = norm(S), k = K-projection and v = V-projection of the row's weight tokens X_sum, per head; plus S.
+            Element-wise GELU, no softmax (a public re-implementation has softmax, against the formula), tau a constant.
+HSP         learned seeds attend to the tokens (softmax), H (n_seed x d); then SumKronLinear,
+            Y = sum_i Z_i^T H W_i, compresses to n_tok < n_seed tokens with few parameters.
+Window      softmax self-attention within +-w tokens, both ways, plus a residual.
+CompSkip    which layers pool anew is structural: see StreamPlan.refreshes.
+
+Letters: B rows, T packed tokens, D width, H heads, K head dim, W weight tokens, S seeds, N summary tokens, I terms.
+"""
+
+from __future__ import annotations
+
+import torch
+from gem_attention.api import attention
+from gem_attention.interface import AttentionSpec, MaskSpec
+from gem_attention.rotary import apply_rotary
+from torch import Tensor, nn
+
+from gem_pipelines.model.common import linear, make_norm
+from gem_pipelines.model.config import ModelConfig
+from gem_pipelines.model.plan import StreamPlan
+from gem_pipelines.model.tokens import Packed, rotary_spec
+
+
+class GdpaPffn(nn.Module):
+    """x (T, D), weight tokens (B, W, D) -> (T, D)."""
+
+    def __init__(self, plan: StreamPlan, config: ModelConfig) -> None:
+        super().__init__()
+        dim = plan.config.dim
+        self.heads = plan.config.heads
+        self.impl = config.attention
+        self.spec = AttentionSpec(activation="gelu", scale=1.0 / plan.divisor, query="cross")
+        self.norm = make_norm(dim, kind=config.norm, affine=config.norm_affine)
+        self.keys = linear(dim, dim, bias=config.bias)
+        self.values = linear(dim, dim, bias=config.bias)
+
+    def forward(self, x_TD: Tensor, packed: Packed, weights_BWD: Tensor) -> Tensor:
+        q_THK = self.norm(x_TD).unflatten(-1, (self.heads, -1))
+        k_MHK = self.keys(weights_BWD).flatten(0, 1).unflatten(-1, (self.heads, -1))
+        v_MHK = self.values(weights_BWD).flatten(0, 1).unflatten(-1, (self.heads, -1))
+        a_THK = attention(q_THK, k_MHK, v_MHK, spec=self.spec, layout=packed.weighted, impl=self.impl)
+        return x_TD + a_THK.flatten(-2)
+
+
+class SelfAttention(nn.Module):
+    """Softmax self-attention with residual: x (T, D) -> (T, D). window > 0 limits it to +-window tokens."""
+
+    def __init__(self, plan: StreamPlan, config: ModelConfig, *, window: int) -> None:
+        super().__init__()
+        dim = plan.config.dim
+        self.heads = plan.config.heads
+        self.rotary = rotary_spec(plan)
+        self.impl = config.attention
+        self.spec = AttentionSpec(activation="softmax", scale=(dim // self.heads) ** -0.5, mask=MaskSpec(window=window))
+        self.norm = make_norm(dim, kind=config.norm, affine=config.norm_affine)
+        self.qkv = linear(dim, 3 * dim, bias=config.bias)
+        self.out = linear(dim, dim, bias=config.bias)
+
+    def forward(self, x_TD: Tensor, packed: Packed, weights_BWD: Tensor | None = None) -> Tensor:
+        q_THK, k_THK, v_THK = (
+            part.unflatten(-1, (self.heads, -1)) for part in self.qkv(self.norm(x_TD)).chunk(3, dim=-1)
+        )
+        if packed.angles is not None:
+            q_THK = apply_rotary(q_THK, packed.angles, self.rotary)
+            k_THK = apply_rotary(k_THK, packed.angles, self.rotary)
+        a_THK = attention(q_THK, k_THK, v_THK, spec=self.spec, layout=packed.plain, impl=self.impl)
+        return x_TD + self.out(a_THK.flatten(-2))
+
+
+class SeedPooling(nn.Module):
+    """Learned seeds attend to each row's tokens: x (T, D) -> (B, S, D); a row without tokens gives 0."""
+
+    def __init__(self, plan: StreamPlan, config: ModelConfig) -> None:
+        super().__init__()
+        dim = plan.config.dim
+        self.heads = plan.config.heads
+        self.impl = config.attention
+        self.spec = AttentionSpec(activation="softmax", scale=(dim // self.heads) ** -0.5, query="broadcast")
+        self.seeds_SD = nn.Parameter(torch.empty(plan.config.seeds, dim).normal_(std=1.0))
+        self.seed_norm = make_norm(dim, kind=config.norm, affine=config.norm_affine)
+        self.norm = make_norm(dim, kind=config.norm, affine=config.norm_affine)
+        self.queries = linear(dim, dim, bias=config.bias)
+        self.keys_values = linear(dim, 2 * dim, bias=config.bias)
+        self.out = linear(dim, dim, bias=config.bias)
+
+    def forward(self, x_TD: Tensor, packed: Packed) -> Tensor:
+        q_SHK = self.queries(self.seed_norm(self.seeds_SD)).unflatten(-1, (self.heads, -1))
+        k_THK, v_THK = (
+            part.unflatten(-1, (self.heads, -1)) for part in self.keys_values(self.norm(x_TD)).chunk(2, dim=-1)
+        )
+        pooled_BSHK = attention(q_SHK, k_THK, v_THK, spec=self.spec, layout=packed.pooled, impl=self.impl)
+        return self.out(pooled_BSHK.flatten(-2))
+
+
+class SumKronLinear(nn.Module):
+    """Y = sum_i Z_i^T H W_i: (B, S, D) -> (B, N, D), with I * (S * N + D * D) parameters instead of S * N * D * D.
+
+    The token map comes first, since it shrinks: I * B * (S * N * D + N * D * D) multiply-adds.
+    """
+
+    def __init__(self, seeds: int, tokens: int, dim: int, *, terms: int) -> None:
+        super().__init__()
+        self.z_ISN = nn.Parameter(torch.empty(terms, seeds, tokens).normal_(std=(seeds * terms) ** -0.5))
+        self.w_IDD = nn.Parameter(torch.empty(terms, dim, dim).normal_(std=dim**-0.5))
+
+    def forward(self, h_BSD: Tensor) -> Tensor:
+        mixed_BNID = torch.einsum("isn,bsd->bnid", self.z_ISN, h_BSD)
+        return mixed_BNID.flatten(-2) @ self.w_IDD.flatten(0, 1)
+
+
+class HspSummary(nn.Module):
+    """[SumKronLinear of the pooled seeds | the candidate's token]: x (T, D) -> (B, N (+ 1), D)."""
+
+    def __init__(self, plan: StreamPlan, config: ModelConfig) -> None:
+        super().__init__()
+        own = plan.config
+        self.has_target = plan.targets > 0
+        self.pool = SeedPooling(plan, config)
+        self.compress = SumKronLinear(own.seeds, own.summary_tokens, own.dim, terms=own.kron_terms)
+
+    def forward(self, x_TD: Tensor, packed: Packed) -> Tensor:
+        tokens_BND = self.compress(self.pool(x_TD, packed))
+        if self.has_target:
+            tokens_BND = torch.cat([tokens_BND, x_TD[packed.target][:, None]], dim=1)
+        return tokens_BND

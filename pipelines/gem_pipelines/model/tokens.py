@@ -1,0 +1,214 @@
+"""From embedded features to tokens: one token per feature for the interaction, one per event for each stream.
+
+An event's vector is the sum of projections of its fields' embeddings, of its action bits and of its time gaps (adding
+instead of interleaving halves the length). The candidate, appended as the last token of every stream whose tables it
+shares, goes through the same projections, so that what differs between a past item and the item now in question is
+one learned vector. Reference times are the rows' own timestamps.
+
+Letters: B rows, N events of a stream, T tokens of a stream, F features, E table width, D token width, A action bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from gem_attention.api import make_layout
+from gem_attention.interface import Layout, RotarySpec
+from gem_attention.rotary import rotary_angles
+from torch import Tensor, nn
+
+from gem_pipelines.model.common import linear
+from gem_pipelines.model.config import ModelConfig
+from gem_pipelines.model.inputs import ModelInput, StreamInput
+from gem_pipelines.model.plan import ModelPlan, StreamPlan
+
+ROTARY_PAIRING = "halves"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packed:
+    """What all layers share about one stream of one batch; a row is [context | events | target].
+
+    offsets       (B + 1,) int64 of the packed tokens
+    order         (T,) int64: token t is row order[t] of cat([context, events, targets])
+    masked, plain layouts of self-attention, with and without targets and context
+    pooled        layout of seeds that look at the tokens
+    weighted      layout of tokens that look at `weight_tokens` tokens a row
+    target        (B,) position of the target
+    recent        (B, R) positions of the latest events, latest first; is_recent says which exist
+    angles        (T, head dim / 2) rotary angles, or None
+
+    Example, one context token, one target, rows of 2 and 0 events, R = 1: offsets [0, 4, 6], order
+    [0, 2, 3, 4, 1, 5] (contexts are rows 0 and 1, events 2 and 3, targets 4 and 5), target [3, 5],
+    recent [[2], [5]] with is_recent [[True], [False]].
+    """
+
+    offsets: Tensor
+    order: Tensor
+    masked: Layout
+    plain: Layout
+    pooled: Layout
+    weighted: Layout
+    target: Tensor
+    recent: Tensor
+    is_recent: Tensor
+    angles: Tensor | None
+
+
+def rotary_spec(plan: StreamPlan) -> RotarySpec:
+    """The stream's rotary embedding: positions and log ages."""
+    return RotarySpec(pairing=ROTARY_PAIRING, time_scale_s=plan.config.rotary_time_scale_s)
+
+
+def pack(plan: StreamPlan, stream: StreamInput, timestamps_B: Tensor, *, dtype: torch.dtype) -> Packed:
+    """Everything the layers need to know of the batch's lengths and times; computed once, without a wait."""
+    rows, events = stream.offsets.shape[0] - 1, stream.actions.shape[0]
+    device = stream.offsets.device
+    c, m = plan.context, plan.targets
+    row_B = torch.arange(rows, device=device)
+    offsets = stream.offsets + (c + m) * torch.arange(rows + 1, device=device)
+    total, longest = events + (c + m) * rows, stream.max_len + c + m if rows else 0
+    row_N = torch.repeat_interleave(stream.offsets.diff(), output_size=events)
+    event_N = torch.arange(events, device=device) + (c + m) * row_N + c
+    context_BC = offsets[:-1, None] + torch.arange(c, device=device)
+    target_BM = offsets[1:, None] - m + torch.arange(m, device=device)
+    order_T = torch.empty(total, dtype=torch.int64, device=device)
+    order_T[torch.cat([context_BC.flatten(), event_N, target_BM.flatten()])] = torch.arange(total, device=device)
+    recent_BR = offsets[1:, None] - m - 1 - torch.arange(plan.config.recent_tokens, device=device)
+    is_recent_BR = recent_BR >= (offsets[:-1, None] + c)
+    size = {"q_offsets": offsets, "max_q_len": longest, "total_q": total, "check_values": False}
+    counts = {
+        "num_targets": torch.full_like(row_B, m) if m else None,
+        "num_context": torch.full_like(row_B, c) if c else None,
+    }
+    width = plan.config.weight_tokens
+    weights = {
+        "k_offsets": width * torch.arange(rows + 1, device=device),
+        "max_k_len": width,
+        "total_k": width * rows,
+    }
+    return Packed(
+        offsets=offsets,
+        order=order_T,
+        masked=make_layout(**size, **counts),
+        plain=make_layout(**size),
+        pooled=make_layout(k_offsets=offsets, max_k_len=longest, total_k=total, check_values=False),
+        weighted=make_layout(**size, **weights),
+        target=offsets[1:] - 1,
+        recent=torch.where(is_recent_BR, recent_BR, offsets[1:, None] - 1).clamp(min=0),
+        is_recent=is_recent_BR,
+        angles=_angles(plan, stream, timestamps_B, offsets, order_T, row_N, dtype) if plan.config.rotary else None,
+    )
+
+
+def _angles(
+    plan: StreamPlan,
+    stream: StreamInput,
+    timestamps_B: Tensor,
+    offsets: Tensor,
+    order_T: Tensor,
+    row_N: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    age_N = (timestamps_B[row_N] - stream.times).clamp(min=0)
+    rows = timestamps_B.shape[0]
+    age_T = torch.cat([age_N.new_zeros(plan.context * rows), age_N, age_N.new_zeros(plan.targets * rows)])[order_T]
+    total = order_T.shape[0]
+    start_T = torch.repeat_interleave(offsets[:-1], offsets.diff(), output_size=total)
+    position_T = torch.arange(total, device=offsets.device) - start_T
+    head_dim = plan.config.dim // plan.config.heads
+    return rotary_angles(rotary_spec(plan), position_T, age_T, dim=head_dim, dtype=dtype)
+
+
+class EventTokens(nn.Module):
+    """Events and candidate of one stream as vectors."""
+
+    def __init__(self, plan: StreamPlan, config: ModelConfig) -> None:
+        super().__init__()
+        self.plan = plan
+        dim = plan.config.dim
+        self.fields = linear(len(plan.fields) * config.table_dim, dim)
+        self.actions = linear(plan.action_bits, dim) if plan.action_bits else None
+        self.gaps = linear(2, dim)
+        if plan.targets:
+            self.is_candidate_D = nn.Parameter(torch.empty(dim).normal_(std=dim**-0.5))
+
+    def forward(self, inputs: ModelInput) -> tuple[Tensor, Tensor]:
+        """(events (N, D), candidates (B, D); the latter (0, D) without a candidate)."""
+        stream = inputs.streams[self.plan.name]
+        events_ND = self.fields(torch.cat([inputs.embeddings[field] for field in self.plan.fields], dim=-1))
+        if self.actions is not None:
+            bit_A = torch.arange(self.plan.action_bits, device=stream.actions.device)
+            events_ND = events_ND + self.actions((stream.actions[:, None] >> bit_A & 1).to(events_ND.dtype))
+        gaps_N2 = time_gaps(stream, inputs.timestamps).to(events_ND.dtype)
+        events_ND = events_ND + self.gaps(gaps_N2)
+        if not self.plan.targets:
+            return events_ND, events_ND.new_zeros(0, events_ND.shape[1])
+        known = [inputs.embeddings[name] for name in self.plan.candidate if name is not None]
+        zero_BE = torch.zeros_like(known[0])
+        parts = [zero_BE if name is None else inputs.embeddings[name] for name in self.plan.candidate]
+        return events_ND, self.fields(torch.cat(parts, dim=-1)) + self.is_candidate_D
+
+
+def time_gaps(stream: StreamInput, timestamps_B: Tensor) -> Tensor:
+    """(N, 2) float32: log(1 + seconds) / 10 from the event to its row's time, and from the event before to it.
+
+    The first event of a row has gap 0. Example: row time 100, events at 90 and 99: log(11) / 10, 0 and log(2) / 10,
+    log(10) / 10.
+    """
+    row_N = torch.repeat_interleave(stream.offsets.diff(), output_size=stream.times.shape[0])
+    age_N = timestamps_B[row_N] - stream.times
+    gap_N = torch.zeros_like(age_N)
+    if age_N.shape[0] > 1:
+        gap_N[1:] = torch.where(row_N[1:] == row_N[:-1], stream.times[1:] - stream.times[:-1], 0)
+    return torch.stack([age_N, gap_N], dim=1).clamp(min=0).float().log1p() / 10
+
+
+class FeatureTokens(nn.Module):
+    """Scalar, list and dense features as tokens (B, tokens, D)."""
+
+    def __init__(self, plan: ModelPlan, config: ModelConfig) -> None:
+        super().__init__()
+        self.plan = plan
+        self.dim = config.dim
+        count = len(plan.features)
+        self.weight_FED = nn.Parameter(torch.empty(count, config.table_dim, config.dim))
+        for weight_ED in self.weight_FED:
+            nn.init.xavier_uniform_(weight_ED)
+        self.dense = linear(plan.dense, config.dense_tokens * config.dim, bias=config.bias) if plan.dense else None
+
+    def forward(self, inputs: ModelInput) -> Tensor:
+        rows = inputs.timestamps.shape[0]
+        tokens = []
+        if self.plan.features:
+            x_FBE = torch.stack([inputs.embeddings[name] for name in self.plan.features])
+            tokens.append(torch.bmm(x_FBE, self.weight_FED).transpose(0, 1))
+        if self.dense is not None:
+            dense_BF = torch.cat([signed_log(inputs.dense), self._stream_facts(inputs)], dim=1)
+            # The row count is named: of a batch of zero rows it could not be inferred.
+            tokens.append(self.dense(dense_BF).view(rows, -1 if rows else self._dense_tokens(), self.dim))
+        return torch.cat(tokens, dim=1)
+
+    def _dense_tokens(self) -> int:
+        assert self.dense is not None
+        return self.dense.out_features // self.dim
+
+    def _stream_facts(self, inputs: ModelInput) -> Tensor:
+        """(B, 2 * streams): log length and log age of the latest event, both 0 without events."""
+        columns = []
+        for stream in self.plan.streams:
+            own = inputs.streams[stream.name]
+            length_B = own.offsets.diff()
+            if own.times.shape[0]:
+                latest_B = own.times[(own.offsets[1:] - 1).clamp(min=0)]
+                age_B = torch.where(length_B > 0, inputs.timestamps - latest_B, 0).clamp(min=0)
+            else:
+                age_B = torch.zeros_like(length_B)
+            columns += [length_B.to(inputs.dense.dtype).log1p(), age_B.to(inputs.dense.dtype).log1p() / 10]
+        return torch.stack(columns, dim=1) if columns else inputs.dense.new_zeros(inputs.dense.shape[0], 0)
+
+
+def signed_log(x: Tensor) -> Tensor:
+    """sign(x) * log(1 + |x|): keeps small values and tames large ones."""
+    return x.sign() * x.abs().log1p()
