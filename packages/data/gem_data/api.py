@@ -4,18 +4,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gem_data.collate import collate
+from gem_data.inspection import inspect_dataset
 from gem_data.interface import Loader, LoaderConfig
 from gem_data.loader import ArrowLoader
+from gem_data.reference import ReferenceLoader
 from gem_data.schema import read_schema, schema_from_dict, schema_to_dict
+from gem_data.single import batch_from_dicts, batch_from_table
+from gem_data.verify import Report, verify_dataset
 from gem_data.writing import write_dataset
 
 __all__ = [
+    "Report",
+    "batch_from_dicts",
+    "batch_from_table",
     "build_loader",
+    "collate",
+    "inspect_dataset",
     "read_schema",
     "schema_from_dict",
     "schema_to_dict",
+    "verify_dataset",
     "write_dataset",
 ]
+
+_LOADERS = {"arrow": ArrowLoader, "reference": ReferenceLoader}
 
 
 def build_loader(
@@ -30,7 +43,7 @@ def build_loader(
     """A Loader of one split of the data set in `directory`, for this rank.
 
     All ranks must pass the same directory content, split and config. Footers are read and checked here, rows are not.
-    impl: "arrow" (the one to use).
+    impl: "arrow" (the one to use) or "reference" (the definition in plain Python: slow, all rows in memory, for tests).
 
     Raises DataError for absent, unreadable or unfitting data and ValueError for arguments.
 
@@ -42,6 +55,6 @@ def build_loader(
     ...     [(batch.step, len(batch.sample_ids)) for batch in loader.epoch()]
     [(0, 4), (1, 4), (2, 2)]
     """
-    if impl == "arrow":
-        return ArrowLoader(directory, split=split, config=config, rank=rank, world_size=world_size)
-    raise ValueError(f'impl: expected "arrow", came {impl!r}')
+    if impl not in _LOADERS:
+        raise ValueError(f"impl: expected one of {sorted(_LOADERS)}, came {impl!r}")
+    return _LOADERS[impl](directory, split=split, config=config, rank=rank, world_size=world_size)

@@ -1,0 +1,131 @@
+"""One Batch from rows in memory: for scoring an ad-hoc history, for serving checks and for tests.
+
+The same decoding and the same checks as in reading files; only the place in a message differs ("rows in memory").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from gem_data.collate import Part, collate
+from gem_data.interface import Batch, Schema
+from gem_data.rows import ARROW_TYPES, Where, check_types, decode
+from gem_data.schema import Column, columns, did_you_mean
+from gem_data.validation import check_values
+
+_WHERE = Where(file="rows in memory")
+
+
+def batch_from_table(schema: Schema, table: pa.Table, *, max_length: int | None = None, step: int = 0) -> Batch:
+    """All rows of `table` as one Batch, in order; other columns than the schema's are ignored.
+
+    `row_index` holds (-1, -1, row). Raises DataError naming row and column.
+    """
+    check_types(schema, table.schema, _WHERE)
+    for name in (column.name for column in columns(schema)):
+        # In-memory lists may be malformed in ways that a file cannot be: let Arrow check offsets and bounds.
+        try:
+            table.column(name).validate(full=True)
+        except pa.ArrowInvalid as error:
+            raise _WHERE.error(
+                column=name, expected="a well-formed Arrow column", came=str(error), todo="Build the column anew."
+            ) from error
+    rows = decode(schema, table, _WHERE)
+    check_values(schema, rows, _WHERE)
+    part = Part(rows=rows, take=np.arange(len(rows), dtype=np.int64))
+    return collate(schema, [part] if len(rows) else [], max_length=max_length, step=step)
+
+
+def batch_from_dicts(
+    schema: Schema,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    scoring: bool = False,
+    max_length: int | None = None,
+    step: int = 0,
+) -> Batch:
+    """Rows given as {column name: value}, lists as Python lists, as one Batch.
+
+    scoring  labels and weights may be missing, and become 0: a row of weight 0 adds nothing to a loss or a metric.
+             sample_id may be missing (then the row number) and user_id too (then 0).
+
+    Raises DataError naming row and column for missing or unknown columns, values of another type, and all that is
+    checked in reading files.
+
+    >>> from gem_data.interface import IdFeature, LabelInfo, Schema, StreamInfo, TableInfo
+    >>> schema = Schema(
+    ...     name="demo", created_by="docs",
+    ...     tables=(TableInfo(name="item", rows=10),), labels=(LabelInfo(name="like"),),
+    ...     scalars=(IdFeature(name="item", table="item"),),
+    ...     streams=(StreamInfo(
+    ...         name="views", fields=(IdFeature(name="item", table="item"),), action_bits=1, max_length=5),),
+    ... )
+    >>> batch = batch_from_dicts(schema, [
+    ...     {"timestamp": 100, "id.item": 3, "stream.views.item": [7, 8],
+    ...      "stream.views.action": [1, 0], "stream.views.time": [40, 90]},
+    ...     {"timestamp": 100, "id.item": 4, "stream.views.item": [],
+    ...      "stream.views.action": [], "stream.views.time": []},
+    ... ], scoring=True)
+    >>> batch.ids.values().tolist(), batch.ids.lengths().tolist(), batch.streams["views"].offsets.tolist()
+    ([3, 4, 7, 8], [1, 1, 2, 0], [0, 2, 2])
+    """
+    wanted = {column.name: column for column in columns(schema)}
+    filled = [_filled(row, number, wanted, scoring) for number, row in enumerate(rows)]
+    arrays = {name: _array(column, [row[name] for row in filled]) for name, column in wanted.items()}
+    return batch_from_table(schema, pa.table(arrays), max_length=max_length, step=step)
+
+
+def _filled(row: Mapping[str, Any], number: int, wanted: Mapping[str, Column], scoring: bool) -> dict[str, Any]:
+    """The row with what scoring allows to leave out."""
+    for name in row:
+        if name not in wanted:
+            raise _WHERE.error(
+                row=number,
+                column=str(name),
+                expected="a column of the schema",
+                came=f"an unknown one{did_you_mean(str(name), wanted)}",
+                todo="Leave it out, or correct its name.",
+            )
+    filled = dict(row)
+    if scoring:
+        filled.setdefault("sample_id", number)
+        filled.setdefault("user_id", 0)
+        for name in wanted:
+            if name.startswith(("label.", "weight.")):
+                filled.setdefault(name, 0.0)
+        for name in wanted:
+            if name.startswith("label.") and name not in row:
+                filled[name.replace("label.", "weight.", 1)] = 0.0
+    for name in wanted:
+        if name not in filled:
+            raise _WHERE.error(
+                row=number,
+                column=name,
+                expected="a value",
+                came="none",
+                todo="Give every column of the schema (labels may be left out with scoring=True).",
+            )
+    return filled
+
+
+def _array(column: Column, values: list[Any]) -> pa.Array:
+    wanted = ARROW_TYPES[column.kind]
+    try:
+        return pa.array(values, wanted)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        for number, value in enumerate(values):
+            try:
+                pa.array([value], wanted)
+            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+                raise _WHERE.error(
+                    row=number,
+                    column=column.name,
+                    expected=f"{wanted}",
+                    came=f"{value!r:.60} ({error})",
+                    todo="Convert the value before.",
+                ) from error
+        raise
