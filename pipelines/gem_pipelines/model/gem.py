@@ -155,7 +155,7 @@ def make_block(kind: str, plan: StreamPlan, config: ModelConfig) -> nn.Module:
     if kind == "pffn":
         return GdpaPffn(plan, config)
     if kind == "window":
-        return SelfAttention(plan, config, window=plan.config.window)
+        return SelfAttention(plan, config)
     assert kind == "interformer", kind
     return InterFormerBlock(plan, config)
 

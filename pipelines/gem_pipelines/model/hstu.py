@@ -14,13 +14,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from gem_attention.api import attention
 from gem_attention.interface import AttentionSpec, MaskSpec
-from gem_attention.rotary import apply_rotary
 from torch import Tensor, nn
 
 from gem_pipelines.model.common import linear, make_norm
 from gem_pipelines.model.config import ModelConfig
 from gem_pipelines.model.plan import StreamPlan
-from gem_pipelines.model.tokens import Packed, rotary_spec
+from gem_pipelines.model.tokens import Packed, rotary_spec, split_and_turn
 
 
 def hstu_spec(plan: StreamPlan) -> AttentionSpec:
@@ -52,11 +51,10 @@ class HstuBlock(nn.Module):
         self.out = linear(dim, dim, bias=config.bias)
 
     def forward(self, x_TD: Tensor, packed: Packed, weights_BWD: Tensor | None = None) -> Tensor:
-        u_TD, v_TD, q_TD, k_TD = self.uvqk(self.norm(x_TD)).chunk(4, dim=-1)
-        v_THK, q_THK, k_THK = (part.unflatten(-1, (self.heads, -1)) for part in (v_TD, q_TD, k_TD))
-        if packed.angles is not None:
-            q_THK = apply_rotary(q_THK, packed.angles, self.rotary)
-            k_THK = apply_rotary(k_THK, packed.angles, self.rotary)
+        dim = x_TD.shape[-1]
+        u_TD, v_TD, qk_TD = self.uvqk(self.norm(x_TD)).split((dim, dim, 2 * dim), dim=-1)
+        v_THK = v_TD.unflatten(-1, (self.heads, -1))
+        q_THK, k_THK = split_and_turn(qk_TD, self.heads, packed.angles, self.rotary)
         a_THK = attention(q_THK, k_THK, v_THK, spec=self.spec, layout=packed.masked, impl=self.impl)
         gated_TD = F.silu(u_TD) * self.attention_norm(a_THK.flatten(-2))
         return x_TD + self.out(gated_TD)

@@ -40,7 +40,7 @@ class InterFormerBlock(nn.Module):
     def __init__(self, plan: StreamPlan, config: ModelConfig) -> None:
         super().__init__()
         self.feed_forward = GdpaPffn(plan, config)
-        self.attention = SelfAttention(plan, config, window=plan.config.window)
+        self.attention = SelfAttention(plan, config)
 
     def forward(self, x_TD: Tensor, packed: Packed, weights_BWD: Tensor) -> Tensor:
         return self.attention(self.feed_forward(x_TD, packed, weights_BWD), packed)

@@ -16,13 +16,29 @@ from __future__ import annotations
 import torch
 from gem_attention.api import attention
 from gem_attention.interface import AttentionSpec, MaskSpec
-from gem_attention.rotary import apply_rotary
 from torch import Tensor, nn
 
 from gem_pipelines.model.common import linear, make_norm
 from gem_pipelines.model.config import ModelConfig
 from gem_pipelines.model.plan import StreamPlan
-from gem_pipelines.model.tokens import Packed, rotary_spec
+from gem_pipelines.model.tokens import Packed, rotary_spec, split_and_turn
+
+
+def pffn_spec(plan: StreamPlan) -> AttentionSpec:
+    """Tokens look at the row's weight tokens."""
+    return AttentionSpec(activation="gelu", scale=1.0 / plan.divisor, query="cross")
+
+
+def self_attention_spec(plan: StreamPlan) -> AttentionSpec:
+    """Softmax, both ways, within the stream's window (0: everything)."""
+    scale = (plan.config.dim // plan.config.heads) ** -0.5
+    return AttentionSpec(activation="softmax", scale=scale, mask=MaskSpec(window=plan.config.window))
+
+
+def pooling_spec(plan: StreamPlan) -> AttentionSpec:
+    """Seeds look at all tokens of a row."""
+    scale = (plan.config.dim // plan.config.heads) ** -0.5
+    return AttentionSpec(activation="softmax", scale=scale, query="broadcast")
 
 
 class GdpaPffn(nn.Module):
@@ -33,7 +49,7 @@ class GdpaPffn(nn.Module):
         dim = plan.config.dim
         self.heads = plan.config.heads
         self.impl = config.attention
-        self.spec = AttentionSpec(activation="gelu", scale=1.0 / plan.divisor, query="cross")
+        self.spec = pffn_spec(plan)
         self.norm = make_norm(dim, kind=config.norm, affine=config.norm_affine)
         self.keys = linear(dim, dim, bias=config.bias)
         self.values = linear(dim, dim, bias=config.bias)
@@ -47,26 +63,24 @@ class GdpaPffn(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Softmax self-attention with residual: x (T, D) -> (T, D). window > 0 limits it to +-window tokens."""
+    """Softmax self-attention with residual: x (T, D) -> (T, D); within +-window tokens if the stream has one."""
 
-    def __init__(self, plan: StreamPlan, config: ModelConfig, *, window: int) -> None:
+    def __init__(self, plan: StreamPlan, config: ModelConfig) -> None:
         super().__init__()
         dim = plan.config.dim
         self.heads = plan.config.heads
         self.rotary = rotary_spec(plan)
         self.impl = config.attention
-        self.spec = AttentionSpec(activation="softmax", scale=(dim // self.heads) ** -0.5, mask=MaskSpec(window=window))
+        self.spec = self_attention_spec(plan)
         self.norm = make_norm(dim, kind=config.norm, affine=config.norm_affine)
         self.qkv = linear(dim, 3 * dim, bias=config.bias)
         self.out = linear(dim, dim, bias=config.bias)
 
     def forward(self, x_TD: Tensor, packed: Packed, weights_BWD: Tensor | None = None) -> Tensor:
-        q_THK, k_THK, v_THK = (
-            part.unflatten(-1, (self.heads, -1)) for part in self.qkv(self.norm(x_TD)).chunk(3, dim=-1)
-        )
-        if packed.angles is not None:
-            q_THK = apply_rotary(q_THK, packed.angles, self.rotary)
-            k_THK = apply_rotary(k_THK, packed.angles, self.rotary)
+        dim = x_TD.shape[-1]
+        qk_TD, v_TD = self.qkv(self.norm(x_TD)).split((2 * dim, dim), dim=-1)
+        q_THK, k_THK = split_and_turn(qk_TD, self.heads, packed.angles, self.rotary)
+        v_THK = v_TD.unflatten(-1, (self.heads, -1))
         a_THK = attention(q_THK, k_THK, v_THK, spec=self.spec, layout=packed.plain, impl=self.impl)
         return x_TD + self.out(a_THK.flatten(-2))
 
@@ -79,7 +93,7 @@ class SeedPooling(nn.Module):
         dim = plan.config.dim
         self.heads = plan.config.heads
         self.impl = config.attention
-        self.spec = AttentionSpec(activation="softmax", scale=(dim // self.heads) ** -0.5, query="broadcast")
+        self.spec = pooling_spec(plan)
         self.seeds_SD = nn.Parameter(torch.empty(plan.config.seeds, dim).normal_(std=1.0))
         self.seed_norm = make_norm(dim, kind=config.norm, affine=config.norm_affine)
         self.norm = make_norm(dim, kind=config.norm, affine=config.norm_affine)
