@@ -33,6 +33,7 @@ FREE_ON_RESUME = frozenset(
         "train.profile_every",
         "train.peak_flops_per_s",
         "train.tensorboard",
+        "train.report",
         "train.timeout_s",
         "train.device",
         "data.source",
@@ -171,6 +172,8 @@ class TrainConfig:
     """Peak of one device, for MFU; None: a large matmul is timed at the start."""
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
+    report: bool = True
+    """Write the report at the end; 'gemline report RUN' writes it any time."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where present."""
     threads: int | None = None

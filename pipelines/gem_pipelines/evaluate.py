@@ -43,7 +43,8 @@ def predict(parallel: ParallelModel, loader: Loader, *, schema: Schema, runtime:
                 check_batch(batch, schema)
                 rows = batch.sample_ids.shape[0]
                 placed = pad_empty(batch, schema).to(runtime.device)
-                logits_BT = parallel.module(to_model_input(placed, parallel.tables(placed.ids)))[:rows]
+                inputs = to_model_input(placed, parallel.tables(placed.ids), schema=schema)
+                logits_BT = parallel.module(inputs)[:rows]
                 p_BT = torch.sigmoid(logits_BT.double()).cpu()
                 ids.append(torch.stack([batch.sample_ids, batch.user_ids], dim=1))
                 numbers.append(torch.stack([batch.labels.double(), batch.weights.double(), p_BT], dim=1))

@@ -49,8 +49,17 @@ class Request:
     command: str
 
 
-def run(request: Request) -> dict[str, Any] | None:
-    """Run the job in this process (one of many under torchrun). Returns the end record on rank 0, None elsewhere."""
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a finished run says: its directory, its end record and its last evaluation."""
+
+    run_dir: Path
+    end: dict[str, Any]
+    evaluation: dict[str, Any]
+
+
+def run(request: Request) -> Outcome | None:
+    """Run the job in this process (one of many under torchrun). Returns the outcome on rank 0, None elsewhere."""
     check_versions(installed_versions())
     train = request.config.train
     runtime = start_runtime(
@@ -65,7 +74,7 @@ def run(request: Request) -> dict[str, Any] | None:
         runtime.close()
 
 
-def _run(request: Request, runtime: Runtime) -> dict[str, Any] | None:
+def _run(request: Request, runtime: Runtime) -> Outcome | None:
     config = request.config
     default = Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     directory = RunDirectory(Path(runtime.from_main(str(request.run_dir or default))))
@@ -110,7 +119,7 @@ def build(config: RunConfig, *, data: Path, directory: RunDirectory, runtime: Ru
     steps_per_epoch = -(-loader.batches_per_epoch // config.data.accumulate)
     total_steps = config.train.steps or config.train.epochs * steps_per_epoch
     parallel = parallelize(
-        build_model(schema, config.model, config.train.seed),
+        build_model(schema, config.model, seed=config.train.seed),
         table_specs(schema, config.model),
         config=config.tables,
         seed=config.train.seed,
@@ -153,8 +162,8 @@ class Job:
         say(f"resumed from step {step}")
         return step
 
-    def train(self, *, resumed_from: int | None) -> dict[str, Any] | None:
-        """Train to the last step; returns the end record on rank 0."""
+    def train(self, *, resumed_from: int | None) -> Outcome | None:
+        """Train to the last step; returns the outcome on rank 0."""
         started = time.perf_counter()
         first = self.trainer.position.step
         peak = self._peak_flops_per_s()
@@ -168,6 +177,8 @@ class Job:
             while self.trainer.position.step < self.total_steps:
                 self._one_step(steps, peak)
                 self._evaluate_and_save()
+            if self.trainer.position.step == first:  # resumed after its last step: nothing was trained or evaluated
+                self._evaluate()
             end = self._end_record(time.perf_counter() - started)
             self._write(end)
         finally:
@@ -175,7 +186,10 @@ class Job:
             self.loader.close()
             if self._sinks is not None:
                 self._sinks.close()
-        return end if self.runtime.is_main else None
+        if not self.runtime.is_main:
+            return None
+        assert self._last_eval is not None
+        return Outcome(run_dir=self.directory.path, end=end, evaluation=self._last_eval)
 
     def _steps(self) -> Iterator[list[Batch]]:
         """Groups of `accumulate` micro-batches, epoch after epoch; a group does not reach into the next epoch."""
@@ -289,8 +303,6 @@ class Job:
         }
 
     def _end_record(self, seconds: float) -> dict[str, Any]:
-        if self._last_eval is None and self.runtime.is_main is not None:
-            self._evaluate()
         task = self.trainer.tasks[0]
         floors = (
             counting_floors(self.data, self.schema, task, self.config.train.floor_rows) if self.runtime.is_main else {}
@@ -302,7 +314,6 @@ class Job:
             "throughput": self.throughput.summary(),
             "floors": floors,
             "best_ne": best_possible_ne(self.schema, task),
-            "evaluation": self._last_eval,
             "status": "completed",
         }
 

@@ -77,7 +77,6 @@ def parallelize(
             model,
             device_ids=on_device,
             find_unused_parameters=True,
-            broadcast_buffers=False,
             gradient_as_bucket_view=True,
         )
     return ParallelModel(module=model, forward=forward, tables=tables, specs=tuple(specs))

@@ -9,6 +9,7 @@ Cost: the exchanges here carry tens of numbers a step, and predictions once per 
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -125,6 +126,8 @@ def start_runtime(*, device: str, threads: int | None, deterministic: bool, time
         backend = "cpu:gloo,cuda:nccl"
     if dist.is_initialized():
         raise RunError("a process group exists already in this process: one run per process")
+    # TorchRec makes torch.fx say on every start that one of its functions will be renamed.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     if launched_by_torchrun():
         dist.init_process_group(backend, timeout=timeout)
     else:

@@ -25,7 +25,8 @@ from gem_pipelines.errors import RemoteError
 from gem_pipelines.features import to_model_input
 from gem_pipelines.loss import bce_by_task, mean_by_task, metric_sums, scaled_loss
 from gem_pipelines.metrics import BinarySums, TaskMetrics, normalized_entropy
-from gem_pipelines.model import model_flops
+from gem_pipelines.model import training_flops
+from gem_pipelines.model.flops import PARTS as MODEL_PARTS
 from gem_pipelines.optimizer import DenseOptimizer
 from gem_pipelines.parallelize import ParallelModel
 from gem_pipelines.runtime import Runtime
@@ -101,33 +102,27 @@ class Trainer:
             error = str(bad)
         weight_T = torch.zeros(len(self.tasks), dtype=torch.float64)
         rows = tokens = 0
-        flops: dict[str, int] = {}
+        flops = dict.fromkeys(MODEL_PARTS, 0)
         if not error:
             for batch in batches:
                 weight_T += batch.weights.double().sum(0)
                 lengths = event_lengths(batch)
                 rows += batch.sample_ids.shape[0]
                 tokens += sum(int(length.sum()) for length in lengths.values())
-                for part, count in model_flops(self.config.model, self.schema, lengths).items():
-                    flops[part] = flops.get(part, 0) + count
-        flops = flops or dict.fromkeys(self._flop_parts(), 0)
+                counts = training_flops(self.config.model, self.schema, lengths, rows=batch.sample_ids.shape[0])
+                flops = {part: flops[part] + counts[part] for part in MODEL_PARTS}
         mine = [float(len(batches)), float(bool(error)), rows, tokens, *flops.values()]
         total = self.runtime.sum(torch.cat([weight_T, torch.tensor(mine, dtype=torch.float64)])).tolist()
         tasks = len(self.tasks)
-        counts = total[tasks:]
-        if counts[1] or counts[0] != len(batches) * self.runtime.world_size:
+        batches_in_all, bad, *counts = total[tasks:]
+        if bad or batches_in_all != len(batches) * self.runtime.world_size:
             self._raise_together(error, len(batches))
         return StepTotals(
             weight=torch.tensor(total[:tasks], dtype=torch.float64),
-            rows=int(counts[2]),
-            tokens=int(counts[3]),
-            flops_by_part={part: int(count) for part, count in zip(flops, counts[4:], strict=True)},
+            rows=int(counts[0]),
+            tokens=int(counts[1]),
+            flops_by_part={part: int(count) for part, count in zip(MODEL_PARTS, counts[2:], strict=True)},
         )
-
-    def _flop_parts(self) -> list[str]:
-        """Parts that model_flops names; an empty batch has them all."""
-        empty = {stream.name: torch.zeros(0, dtype=torch.int64) for stream in self.schema.streams}
-        return list(model_flops(self.config.model, self.schema, empty))
 
     def _raise_together(self, error: str, batches: int) -> None:
         """Every rank learns which rank has what, and raises."""
@@ -152,7 +147,7 @@ class Trainer:
             embeddings = self.parallel.tables(batch.ids)
         if profiled:
             clock.mark_backward("tables", embeddings)
-        return self.parallel(to_model_input(batch, embeddings))
+        return self.parallel(to_model_input(batch, embeddings, schema=self.schema))
 
     def _agree_on_loss(self, sums_T5: Tensor) -> Tensor:
         """The sums over all ranks, on the CPU. Not finite on one rank is not finite on all: all raise."""

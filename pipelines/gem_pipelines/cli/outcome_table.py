@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 
+from gem_pipelines.job import Outcome
 
-def print_outcome(end: dict[str, Any]) -> None:
+
+def print_outcome(outcome: Outcome) -> None:
     """Model, floors and the best possible NE side by side; then throughput."""
+    end, tasks = outcome.end, outcome.evaluation["tasks"]
     table = Table(title=f"evaluation after step {end['step']}")
     for name in ("", "task", "NE", "AUC", "GAUC", "calibration", "rows"):
         table.add_column(name, justify="left" if name in ("", "task") else "right")
-    for task, m in end["evaluation"]["tasks"].items():
+    for task, m in tasks.items():
         table.add_row(
             "model", task, *(_show(m[key]) for key in ("ne", "auc", "gauc", "calibration")), f"{m['count']:,}"
         )
     for name, floor in end["floors"].items():
         table.add_row(f"floor: {name}", floor.get("task", ""), _show(floor["ne"]), _show(floor["auc"]), "", "", "")
     if end["best_ne"] is not None:
-        first = next(iter(end["evaluation"]["tasks"]))
+        first = next(iter(tasks))
         table.add_row("best possible", first, _show(end["best_ne"]), "", "", "", "")
     console = Console()
     console.print(table)
@@ -34,8 +35,7 @@ def print_outcome(end: dict[str, Any]) -> None:
     if speed["share_by_part"]:
         shares = ", ".join(f"{part} {100 * share:.0f} %" for part, share in speed["share_by_part"].items())
         console.print(f"time by part: {shares}", highlight=False)
-    console.print(f"run: {end['run_dir']}", highlight=False, soft_wrap=True)
-    console.print(f"report: gemline report {end['run_dir']}", highlight=False, soft_wrap=True)
+    console.print(f"run: {outcome.run_dir}", highlight=False, soft_wrap=True)
 
 
 def _show(value: float | None) -> str:

@@ -13,9 +13,13 @@ from gem_pipelines.errors import ConfigError
 class Parser(argparse.ArgumentParser):
     """A parser that takes no abbreviations and raises."""
 
-    def __init__(self, *, prog: str, description: str) -> None:
+    def __init__(self, *, prog: str, description: str, epilog: str | None = None) -> None:
         super().__init__(
-            prog=prog, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
     def error(self, message: str) -> NoReturn:

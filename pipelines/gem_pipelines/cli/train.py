@@ -25,18 +25,19 @@ def main(arguments: Sequence[str]) -> int:
     """Train; prints the result on rank 0."""
     parser = _parser()
     known, overrides = parser.parse_known_args(arguments)
-    if known.help:
-        print(parser.format_help() + _list_keys(find_recipe(known.recipe or "debug")))
-        return 0
     config = _resolve(known, overrides)
     from gem_pipelines.cli.outcome_table import print_outcome
     from gem_pipelines.job import Request, run
 
     run_dir = Path(known.run_dir) if known.run_dir else None
     request = Request(config=config, run_dir=run_dir, resume=known.resume, command=repeat_command(arguments))
-    result = run(request)
-    if result is not None:
-        print_outcome(result)
+    outcome = run(request)
+    if outcome is not None:
+        print_outcome(outcome)
+        if config.train.report:
+            from gem_pipelines.report import write_report
+
+            print(f"report: {write_report(outcome.run_dir)}")
     return 0
 
 
@@ -44,6 +45,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="gemline train",
         description="Train a model. Any value of the config is changed by its dotted name: --optimizer.lr 1e-3",
+        epilog=_list_keys(find_recipe("debug")),
     )
     parser.add_argument("--recipe", help=f"one of {', '.join(RECIPES)}")
     parser.add_argument(
@@ -82,7 +84,7 @@ def _kept_options(config: RunConfig, source: str) -> tuple[str, ...]:
 
 def _list_keys(config: RunConfig) -> str:
     lines = [f"  --{key} {value!r}" for key, value in flatten(config).items()]
-    return f"\nconfig keys, with the values of recipe {config.name!r}:\n" + "\n".join(lines)
+    return f"config keys, with the values of recipe {config.name!r}:\n" + "\n".join(lines)
 
 
 def repeat_command(arguments: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ cores.
 from __future__ import annotations
 
 from gem_pipelines.config import DataConfig, OptimizerConfig, RunConfig, TablesConfig, TrainConfig
-from gem_pipelines.model.config import ModelConfig
+from gem_pipelines.model import presets
 
 
 def ml100k_cpu() -> RunConfig:
@@ -14,7 +14,7 @@ def ml100k_cpu() -> RunConfig:
         name="ml100k_cpu",
         data=DataConfig(source="ml-100k", global_batch_size=512, max_length=50),
         tables=TablesConfig(lr=0.02),
-        model=ModelConfig(),
+        model=presets.ml100k_cpu(),
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=50),
         train=TrainConfig(epochs=2, checkpoint_every=100, eval_every=0, record_every=1, print_every=20),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gem_pipelines.config import DataConfig, OptimizerConfig, RunConfig, TablesConfig, TrainConfig
-from gem_pipelines.model.config import ModelConfig
+from gem_pipelines.model import presets
 
 
 def synthetic_cpu() -> RunConfig:
@@ -12,7 +12,7 @@ def synthetic_cpu() -> RunConfig:
         name="synthetic_cpu",
         data=DataConfig(source="synthetic", global_batch_size=512),
         tables=TablesConfig(lr=0.02),
-        model=ModelConfig(),
+        model=presets.synthetic_cpu(),
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=50),
         train=TrainConfig(epochs=1, checkpoint_every=100, print_every=20),
     )
