@@ -93,7 +93,7 @@ def to_svg(figure: Figure, identity: str, title: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
-    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", text, flags=re.DOTALL)  # its style would rule the whole page
     text = re.sub(r'\bid="([^"]*)"', rf'id="{identity}-\1"', text)
     text = re.sub(r'href="#([^"]*)"', rf'href="#{identity}-\1"', text)
     text = re.sub(r"url\(#([^)]*)\)", rf"url(#{identity}-\1)", text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,9 @@ def floors(run: RunData) -> tuple[Floor, ...]:
     ]
     best = number(run.end.get("best_ne"))
     if math.isfinite(best):
-        found.append(Floor(name="best possible", ne=best, auc=math.nan, task=None))
+        # The run states it for its first task, the one its floors are for.
+        task = run.tasks[0] if run.tasks else None
+        found.append(Floor(name="best possible", ne=best, auc=math.nan, task=task))
     return tuple(found)
 
 
@@ -125,6 +128,7 @@ def all_tables(run: RunData) -> tuple[Table, ...]:
         parts_table(run),
         settings_table("Configuration", run.config),
         settings_table("Versions and machine", run.versions),
+        settings_table("Everything known of the data", run.start.get("data")),
     ]
     return tuple(table for table in tables if table is not None)
 
@@ -294,9 +298,9 @@ def parts_table(run: RunData) -> Table | None:
     )
 
 
-def settings_table(title: str, settings: dict[str, Any] | None) -> Table | None:
+def settings_table(title: str, settings: Any) -> Table | None:
     """Nested JSON as dotted keys and values."""
-    if not settings:
+    if not isinstance(settings, dict) or not settings:
         return None
     rows = tuple((key, _setting(value)) for key, value in flatten(settings))
     return Table(title=title, headers=("key", "value"), rows=rows, folded=True)
@@ -314,11 +318,74 @@ def _setting(value: Any) -> str:
     return str(value)
 
 
+def _splits(run: RunData) -> dict[str, dict[str, Any]]:
+    data = run.start.get("data")
+    splits = data.get("splits") if isinstance(data, dict) else None
+    return {name: split for name, split in (splits or {}).items() if isinstance(split, dict)}
+
+
 def data_table(run: RunData) -> Table | None:
-    """The data summary of the start record."""
-    return settings_table("Data", run.start.get("data"))
+    """Rows, users, time span, label rates and stream lengths of each split, as inspected at the start."""
+    splits = _splits(run)
+    if not splits:
+        return None
+    columns = [_split_facts(split) for split in splits.values()]
+    rows = [
+        (what, *(facts.get(what, "") for facts in columns)) for what in dict.fromkeys(k for c in columns for k in c)
+    ]
+    name = run.start["data"].get("name")
+    return Table(
+        title=f"Data: {name}" if name else "Data",
+        headers=("", *splits),
+        rows=tuple(rows),
+        numeric=frozenset(range(1, len(splits) + 1)),
+        note="Lengths are those of the files; a run may read fewer events of a stream (data.max_length).",
+    )
+
+
+def _split_facts(split: dict[str, Any]) -> dict[str, str]:
+    """What to show of one split, line by line."""
+    time = split.get("time") or {}
+    facts = {
+        "rows": count(split.get("rows")),
+        "users": count(split.get("users")),
+        "first row": _moment(time.get("first")),
+        "last row": _moment(time.get("last")),
+    }
+    for label in split.get("labels") or {}:
+        facts[f"rate of label {label}"] = plain(_inner(split, "labels", label, "rate"))
+    for stream in split.get("streams") or {}:
+        longest = (_inner(split, "streams", stream, "quantiles") or {}).get("1")
+        facts[f"events of {stream}"] = count(_inner(split, "streams", stream, "total"))
+        facts[f"length of {stream}: mean, longest"] = (
+            f"{plain(_inner(split, 'streams', stream, 'mean'), 1)}, {count(longest)}"
+        )
+    facts["files"] = count(split.get("files"))
+    facts["size"] = f"{number(split.get('bytes')) / 2**20:,.1f} MiB" if "bytes" in split else UNKNOWN
+    return facts
+
+
+def _inner(split: dict[str, Any], group: str, name: str, figure: str) -> Any:
+    return ((split.get(group) or {}).get(name) or {}).get(figure)
+
+
+def _moment(seconds: Any) -> str:
+    value = number(seconds)
+    if not math.isfinite(value):
+        return UNKNOWN
+    try:
+        return datetime.fromtimestamp(value, tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, ValueError, OSError):
+        return f"{value:,.0f} s"
 
 
 def length_summaries(run: RunData) -> tuple[LengthSummary, ...]:
-    """Length quantiles of every stream, from the data summary of the start record."""
-    return ()
+    """Length quantiles of every stream of the training split, from the data summary of the start record."""
+    found = []
+    for name in _splits(run).get("train", {}).get("streams") or {}:
+        quantiles = _inner(_splits(run)["train"], "streams", name, "quantiles") or {}
+        pairs = sorted((float(share), number(length)) for share, length in quantiles.items())
+        if pairs:
+            shares, lengths = np.array(pairs).T
+            found.append(LengthSummary(name=name, share=shares, length=lengths))
+    return tuple(found)

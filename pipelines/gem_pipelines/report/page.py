@@ -47,6 +47,7 @@ p { margin: 0 0 12px; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 16px; }
 figure { margin: 0; }
 figure svg { display: block; width: 100%; height: auto; margin: 8px 0; color: var(--ink); }
+figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
 .absent { color: var(--warn); padding: 24px 0; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; font-variant-numeric: tabular-nums; }

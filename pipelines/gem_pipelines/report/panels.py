@@ -33,19 +33,19 @@ def _absent(title: str, problem: str) -> Panel:
 def loss_panel(run: RunData) -> Panel:
     """Training loss over steps, total and by task."""
     title = "Training loss"
-    series = {"total": run.train.column("loss")}
+    series = [("total", run.train.column("loss"))]
     by_task = run.train.group("loss_by_task")
     if len(by_task) > 1:
-        series |= {shorten(task): values for task, values in by_task.items()}
-    series = {name: values for name, values in series.items() if np.isfinite(values).any()}
+        series += list(by_task.items())
+    series = [(name, values) for name, values in series if np.isfinite(values).any()]
     if not series:
         return _absent(title, "No train record holds a loss.")
 
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
-        for index, (name, values) in enumerate(list(series.items())[:MAX_SERIES]):
+        for index, (name, values) in enumerate(series[:MAX_SERIES]):
             x, y = thin(run.train.steps, values)
-            axes.plot(x, y, color=SERIES[index], linestyle=DASHES[index], label=name)
+            axes.plot(x, y, color=SERIES[index], linestyle=DASHES[index], label=shorten(name))
             if len(x) == 1:
                 axes.plot(x, y, "o", color=SERIES[index])
         axes.set_ylabel("loss")
@@ -226,7 +226,8 @@ def parts_panel(run: RunData, group: str, title: str, caption: str, *, seconds: 
         axes = figure.subplots()
         names = list(means)
         values = np.array([means[name] for name in names])
-        axes.barh([shorten(name, 16) for name in names], values / total, color=SERIES[0 if seconds else 2], height=0.66)
+        axes.barh(range(len(names)), values / total, color=SERIES[0 if seconds else 2], height=0.66)
+        axes.set_yticks(range(len(names)), [shorten(name, 16) for name in names])
         axes.invert_yaxis()
         for row, value in enumerate(values):
             text = f"{value * 1e3:.3g} ms" if seconds else axis_number(value)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 PREDICTIONS_PATTERN = re.compile(r"predictions-(\d+)\.parquet")
-KINDS = ("start", "train", "eval", "end")
+KINDS = ("start", "train", "eval", "resume", "end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +168,7 @@ class _Metrics:
     starts: list[dict[str, Any]] = field(default_factory=list)
     evals: dict[int, dict[str, Any]] = field(default_factory=dict)
     end: dict[str, Any] | None = None
+    resumes: int = 0
     unknown: dict[str, int] = field(default_factory=dict)
 
 
@@ -191,9 +192,11 @@ def _read_metrics(path: Path, notes: list[str]) -> _Metrics:
                     "Remove or repair this line."
                 ) from error
             _add_record(metrics, record, f"{path}, line {number}")
-    if metrics.log.steps and len(metrics.starts) > 1:
+    again = metrics.resumes + max(0, len(metrics.starts) - 1)
+    if again:
         notes.append(
-            f"The run was started {len(metrics.starts)} times; a step trained twice counts once, as last written."
+            f"The run was stopped and went on {again} time{'s' if again > 1 else ''}; "
+            "a step that was trained twice counts once, as last written."
         )
     if metrics.unknown:
         kinds = ", ".join(f"{kind!r} ({count})" for kind, count in metrics.unknown.items())
@@ -227,6 +230,9 @@ def _add_record(metrics: _Metrics, record: Any, where: str) -> None:
         metrics.evals[record["step"]] = _checked_eval(record, where)
     elif kind == "start":
         metrics.starts.append(record)
+        metrics.end = None
+    elif kind == "resume":
+        metrics.resumes += 1
         metrics.end = None
     elif kind == "end":
         metrics.end = _checked_end(record, where)

@@ -16,8 +16,20 @@ PARTS = ("read", "tables", "sequence", "interaction", "cross", "heads", "optimiz
 
 
 def start_record(tasks: tuple[str, ...]) -> dict[str, Any]:
-    streams = {"history": (0, 3, 9, 28, 80, 160, 200), "search": (0, 0, 1, 2, 5, 9, 12)}
-    shares = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+    shares = ("0", "0.25", "0.5", "0.75", "0.9", "0.99", "1")
+    lengths = {"history": (0, 9, 28, 80, 160, 190, 200), "search": (0, 0, 2, 5, 9, 11, 12)}
+    streams = {
+        name: {
+            "total": 40 * max(values),
+            "mean": sum(values) / 7,
+            "quantiles": dict(zip(shares, map(float, values), strict=True)),
+            "max_length": 100,
+            "cut_rows": 3,
+        }
+        for name, values in lengths.items()
+    }
+    labels = {task: {"rate": 0.3125, "positives": 300, "weight_sum": 960.0} for task in tasks}
+    split = {"files": 2, "row_groups": 4, "bytes": 3 << 20, "users": 944, "labels": labels, "streams": streams}
     return {
         "kind": "start",
         "time": "2026-01-05T10:00:00+00:00",
@@ -27,10 +39,11 @@ def start_record(tasks: tuple[str, ...]) -> dict[str, Any]:
         "peak_flops_per_s": 6.5e10,
         "peak_source": "measured",
         "data": {
-            "rows": {"train": 80_000, "eval": 20_000},
-            "label_rates": dict.fromkeys(tasks, 0.3),
-            "streams": {
-                name: {"lengths": dict(zip(map(str, shares), values, strict=True))} for name, values in streams.items()
+            "name": "synthetic",
+            "facts": {"best_ne": 0.8421},
+            "splits": {
+                "train": split | {"rows": 80_000, "time": {"first": 1_767_225_600, "last": 1_767_312_000}},
+                "eval": split | {"rows": 20_000, "time": {"first": 1_767_312_001, "last": 1_767_398_400}},
             },
         },
     }
@@ -73,7 +86,10 @@ def eval_record(step: int, tasks: tuple[str, ...]) -> dict[str, Any]:
 
 def end_record(steps: int) -> dict[str, Any]:
     throughput = {"samples_per_s": 4500.0, "tokens_per_s": 139_000.0, "share_by_part": {"read": 0.1, "sequence": 0.9}}
-    floors = {"logistic_ids": {"auc": 0.7055, "ne": 0.907}, "running_rates": {"auc": 0.7377, "ne": 0.8683}}
+    floors = {
+        "logistic": {"auc": 0.7055, "ne": 0.907, "task": "click"},
+        "running_rates": {"auc": 0.7377, "ne": 0.8683, "task": "click"},
+    }
     return {
         "kind": "end",
         "step": steps,
@@ -108,6 +124,12 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         return write_run(tmp_path / name, tasks=tasks, steps=steps, rows=rows)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def completed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A completed run directory of 60 steps and two tasks, for tests that do not change it."""
+    return write_run(tmp_path_factory.mktemp("completed") / "run", tasks=("click", "convert"), steps=60, rows=2000)
 
 
 def write_run(run: Path, *, tasks: tuple[str, ...], steps: int, rows: int) -> Path:
