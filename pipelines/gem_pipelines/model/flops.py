@@ -11,8 +11,10 @@ Letters: B rows, N events, T packed tokens, D width of the features, d width of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from gem_attention.counting import count_attention
@@ -60,31 +62,39 @@ class _Tally:
         self.forward[part] += flops
         self.backward[part] += flops if of_data else 2 * flops
 
-    def attention(self, part: str, spec: AttentionSpec, stream: _Stream, k_lengths: Tensor | None = None) -> None:
-        own, plan = stream.plan.config, stream.plan
-        queries = torch.full_like(stream.token_counts, own.seeds) if spec.query == "broadcast" else stream.token_counts
-        count = count_attention(
-            spec,
-            q_lengths=queries,
-            k_lengths=stream.token_counts if k_lengths is None else k_lengths,
-            num_targets=torch.full_like(stream.token_counts, plan.targets) if spec.mask.targets else None,
-            num_context=torch.full_like(stream.token_counts, plan.context) if spec.mask.context else None,
-            heads=own.heads,
-            qk_dim=own.dim // own.heads,
-        )
-        self.forward[part] += count.forward_flops
-        self.backward[part] += count.backward_flops
+    def attention(self, part: str, spec: AttentionSpec, stream: _Stream) -> None:
+        """One call over the stream's rows; rows of equal length are counted together."""
+        for length, rows in stream.rows_of_length.items():
+            forward, backward = _attention_of_row(spec, stream.plan, length)
+            self.forward[part] += rows * forward
+            self.backward[part] += rows * backward
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Stream:
-    """One stream of one batch: its plan, tokens of each row, rows, events and tokens in all."""
+    """One stream of one batch: its plan, rows by their number of tokens, and rows, events and tokens in all."""
 
     plan: StreamPlan
-    token_counts: Tensor
+    rows_of_length: dict[int, int]
     rows: int
     events: int
     tokens: int
+
+
+@lru_cache(maxsize=100_000)
+def _attention_of_row(spec: AttentionSpec, plan: StreamPlan, length: int) -> tuple[int, int]:
+    """Forward and backward FLOPs of one row of `length` tokens."""
+    own = plan.config
+    count = count_attention(
+        spec,
+        q_lengths=[own.seeds if spec.query == "broadcast" else length],
+        k_lengths=[own.weight_tokens if spec.query == "cross" else length],
+        num_targets=[plan.targets] if spec.mask.targets else None,
+        num_context=[plan.context] if spec.mask.context else None,
+        heads=own.heads,
+        qk_dim=own.dim // own.heads,
+    )
+    return count.forward_flops, count.backward_flops
 
 
 def _count(
@@ -115,10 +125,14 @@ def _count(
 
 
 def _stream(plan: StreamPlan, lengths: Sequence[int] | Tensor) -> _Stream:
-    lengths_B = torch.as_tensor(lengths, dtype=torch.int64).cpu()
-    events, rows = int(lengths_B.sum()), lengths_B.shape[0]
+    counts = torch.as_tensor(lengths, dtype=torch.int64).tolist()
+    events, rows = sum(counts), len(counts)
     return _Stream(
-        plan=plan, token_counts=lengths_B + plan.extra, rows=rows, events=events, tokens=events + plan.extra * rows
+        plan=plan,
+        rows_of_length=Counter(count + plan.extra for count in counts),
+        rows=rows,
+        events=events,
+        tokens=events + plan.extra * rows,
     )
 
 
@@ -154,8 +168,7 @@ def _count_stream_layer(tally: _Tally, plan: ModelPlan, config: ModelConfig, str
     if kind in ("pffn", "interformer"):
         _count_feature_summary(tally, plan.tokens_in[index], own.weight_tokens, stream.plan, config, stream.rows)
         tally.add("sequence", 2 * stream.rows * own.weight_tokens * 2 * square)
-        weights_B = torch.full_like(stream.token_counts, own.weight_tokens)
-        tally.attention("sequence", pffn_spec(stream.plan), stream, weights_B)
+        tally.attention("sequence", pffn_spec(stream.plan), stream)
     if kind in ("window", "interformer"):
         tally.add("sequence", 2 * stream.tokens * 4 * square)
         tally.attention("sequence", self_attention_spec(stream.plan), stream)

@@ -120,8 +120,9 @@ class GemModel(nn.Module):
 
     def forward(self, inputs: ModelInput) -> Tensor:
         x_BND = self.features(inputs)
+        angles = torch.promote_types(x_BND.dtype, torch.float32)
         packed = {
-            stream.name: pack(stream, inputs.streams[stream.name], inputs.timestamps, dtype=x_BND.dtype)
+            stream.name: pack(stream, inputs.streams[stream.name], inputs.timestamps, dtype=angles)
             for stream in self.plan.streams
         }
         tokens = {}
