@@ -53,9 +53,9 @@ def count_attention(
 ) -> AttentionCount:
     """Count one call. k_lengths defaults to q_lengths (self); for broadcast queries every q length is S.
 
-    forward FLOPs 2 H (D + E) P, backward 2 H (3 D + 2 E) P. Bytes: forward reads q, k, v and writes the output; backward
-    reads q, k, v and the output's gradient and writes three gradients; softmax also reads the output and 4 bytes of
-    log-sum-exp per row and head, which forward wrote. Dense seeds count once, whatever the batch.
+    FLOPs of P pairs: forward 2 H (D + E) P, backward 2 H (3 D + 2 E) P. Bytes: forward reads q, k, v and writes the
+    output; backward reads q, k, v and the output's gradient and writes three gradients; softmax also reads the output
+    and 4 bytes of log-sum-exp per row and head, which forward wrote. Dense seeds count once, whatever the batch.
 
     Example: one sequence of 3, causal, 1 head, D = E = 2: 6 pairs, forward 2 * 4 * 6 = 48 FLOPs, backward 2 * 10 * 6 =
     120; with 2-byte elements forward moves 4 tensors of 6 elements = 48 bytes, backward 7 of them = 84.

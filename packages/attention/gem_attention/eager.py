@@ -166,25 +166,32 @@ def _biases(
     time_table: Tensor | None,
     q: Tensor,
 ) -> list[Tensor | None]:
-    """Per group (1 or G, H, N, M) in q's dtype, scaled where the spec says so."""
+    """Per group (1 or G, H, N, M) in q's dtype, scaled where the spec says so.
+
+    Looked up in float32 at least: a table's gradient sums over many pairs, which half precision would lose.
+    """
     if spec.bias is None:
         return [None] * len(plan.groups)
     factor = spec.scale if spec.bias.where == "inside_scale" else 1.0
     totals: list[Tensor | None] = [None] * len(plan.groups)
     if position_table is not None:
         table = _per_head(position_table * factor, q)
-        totals = [_position_bias(table, group, spec, layout) for group in plan.groups]
+        totals = [_position_bias(table, group, spec, layout).to(q.dtype) for group in plan.groups]
     if time_table is not None and spec.bias.time is not None:
-        table = _per_head(time_table * factor, q).t().contiguous()
+        table = _per_head(time_table * factor, q)
         for i, index in enumerate(group_time_buckets(plan, spec.bias.time, layout)):
-            by_time = F.embedding(index, table).permute(0, 3, 1, 2)
+            # One table a sample, so that a gradient sums within each sample before it sums over them: less rounding.
+            tables_GHK = table.expand(index.shape[0], *table.shape)
+            pairs_GHP = index.flatten(1)[:, None].expand(-1, table.shape[0], -1)
+            by_time = tables_GHK.gather(2, pairs_GHP).view(*tables_GHK.shape[:2], *index.shape[1:]).to(q.dtype)
             before = totals[i]
             totals[i] = by_time if before is None else before + by_time
     return totals
 
 
 def _per_head(table: Tensor, q: Tensor) -> Tensor:
-    return table.to(q.dtype).repeat_interleave(q.shape[1] // table.shape[0], dim=0)
+    wide = table.to(torch.promote_types(q.dtype, torch.float32))
+    return wide.repeat_interleave(q.shape[1] // table.shape[0], dim=0)
 
 
 def _position_bias(table_HP: Tensor, group: Group, spec: AttentionSpec, layout: Layout) -> Tensor:

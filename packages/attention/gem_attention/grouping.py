@@ -222,7 +222,7 @@ def _ranks(position: Tensor, mask: MaskSpec, context: Tensor, first_target: Tens
 
 
 def group_time_buckets(plan: Plan, buckets: TimeBuckets, layout: Layout) -> list[Tensor]:
-    """Per group (G, N, M) int32 bucket of each pair."""
+    """Per group (G, N, M) int64 bucket of each pair."""
     times = layout.timestamps
     assert times is not None
     edges = torch.tensor(time_boundaries(buckets), dtype=torch.int64, device=times.device)
@@ -236,5 +236,5 @@ def group_time_buckets(plan: Plan, buckets: TimeBuckets, layout: Layout) -> list
             row = torch.arange(group.queries, device=t.device) + (group.k_lengths - group.q_lengths)[:, None]
             then = then.gather(1, row.clamp(max=group.keys - 1))
         gap = (then[:, :, None] - t[:, None, :]).abs()
-        result.append(torch.bucketize(gap, edges, right=True, out_int32=True))
+        result.append(torch.bucketize(gap, edges, right=True))
     return result

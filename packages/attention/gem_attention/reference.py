@@ -31,7 +31,33 @@ def attention(
     divisor: Tensor | None = None,
 ) -> Tensor:
     """See interface.Attention."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return attention_in(
+        wide,
+        q,
+        k,
+        v,
+        spec=spec,
+        layout=layout,
+        position_table=position_table,
+        time_table=time_table,
+        divisor=divisor,
+    )
+
+
+def attention_in(
+    dtype: torch.dtype,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    layout: Layout,
+    position_table: Tensor | None = None,
+    time_table: Tensor | None = None,
+    divisor: Tensor | None = None,
+) -> Tensor:
+    """The same, every step in dtype: in q's own dtype this is the plain PyTorch that tolerances are measured by."""
     k_offsets = layout.k_offsets.tolist()
     q_offsets = None if layout.q_offsets is None else layout.q_offsets.tolist()
     kv_rows = range(layout.batch_size) if layout.kv_index is None else layout.kv_index.tolist()
@@ -53,12 +79,10 @@ def attention(
             rows = queries if q_offsets is not None else slice(b * q.shape[0], (b + 1) * q.shape[0])
             out_NHE = out_NHE / divisor[rows].to(dtype)[:, None, None]
         outputs.append(out_NHE)
-    if spec.query == "broadcast":
-        shape = (layout.batch_size, q.shape[0], q.shape[1], v.shape[2])
-        return (torch.stack(outputs) if outputs else q.new_zeros(shape)).to(q.dtype)
-    if not outputs:
-        return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
-    return torch.cat(outputs).to(q.dtype)
+    if not outputs:  # no samples: no rows, but a path for gradients
+        rows = (0, q.shape[0]) if spec.query == "broadcast" else (q.shape[0],)
+        return q.new_zeros(*rows, q.shape[1], v.shape[2]) + (q[:0].sum() + k[:0].sum() + v[:0].sum())
+    return (torch.stack(outputs) if spec.query == "broadcast" else torch.cat(outputs)).to(q.dtype)
 
 
 def sample_scores(q_NHD: Tensor, k_MGD: Tensor, scale: float, bias_HNM: Tensor | None, spec: AttentionSpec) -> Tensor:
