@@ -239,19 +239,21 @@ class Plan:
         count = min(self._config.global_batch_size, self.rows_per_epoch - done)
         return shares(self.epoch(cursor.epoch).shard_rows - np.asarray(cursor.taken, dtype=np.int64), count)
 
-    def advance(self, cursor: Cursor) -> Cursor:
-        """The position after the batch at `cursor`; at the end of an epoch, the start of the next one."""
-        given = self.shares(cursor)
-        count = int(given.sum())
-        taken = tuple(int(number) for number in np.asarray(cursor.taken, dtype=np.int64) + given)
-        epoch = cursor.epoch
+    def advance(self, cursor: Cursor, given: Int64 | None = None) -> Cursor:
+        """The position after the batch at `cursor`; at the end of an epoch, the start of the next one.
+
+        `given` is shares(cursor), where the caller has it already.
+        """
+        given = self.shares(cursor) if given is None else given
+        taken = tuple(done + more for done, more in zip(cursor.taken, given.tolist(), strict=True))
+        samples, epoch = cursor.samples + int(given.sum()), cursor.epoch
         if sum(taken) == self.rows_per_epoch:
             epoch, taken = epoch + 1, (0,) * len(taken)
-        return Cursor(epoch=epoch, step=cursor.step + 1, samples=cursor.samples + count, taken=taken)
+        return Cursor(epoch=epoch, step=cursor.step + 1, samples=samples, taken=taken)
 
-    def pieces(self, cursor: Cursor, *, rank: int = 0, world_size: int = 1) -> list[Piece]:
+    def pieces(self, cursor: Cursor, given: Int64 | None = None, *, rank: int = 0, world_size: int = 1) -> list[Piece]:
         """What `rank` of `world_size` reads of the batch at `cursor`, in order. May be empty."""
-        given = self.shares(cursor)
+        given = self.shares(cursor) if given is None else given
         epoch, total = self.epoch(cursor.epoch), int(given.sum())
         low, high = rank * total // world_size, (rank + 1) * total // world_size
         found, before = [], 0

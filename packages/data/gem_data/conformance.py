@@ -7,7 +7,9 @@ passed. Batches are compared bit for bit: reading has no rounding.
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ import torch
 
 from gem_data.damage import DAMAGES, Damage
 from gem_data.interface import Batch, DataError, Loader, LoaderConfig, Schema
-from gem_data.tiny import write_tiny
+from gem_data.tiny import write_tiny as write_tiny_anew
 
 
 class LoaderFactory(Protocol):
@@ -118,6 +120,22 @@ def conformance_cases(quirks: Quirks) -> list[Case]:
             skip = f"quirk: does not notice {entry.kind}"
         cases.append(Case(name=f"bad input: {entry.kind}", run=_bad_input(entry), skipped=skip))
     return cases
+
+
+@functools.cache
+def _tiny_files(train_rows: int, seed: int) -> tuple[Schema, dict[str, bytes]]:
+    with tempfile.TemporaryDirectory() as parent:
+        schema = write_tiny_anew(Path(parent) / "tiny", train_rows=train_rows, seed=seed)
+        return schema, {path.name: path.read_bytes() for path in (Path(parent) / "tiny").iterdir()}
+
+
+def write_tiny(directory: Path, *, train_rows: int = 100, seed: int = 0) -> Schema:
+    """Like tiny.write_tiny, but the bytes of a data set are made once a process: the suite asks for it 100 times."""
+    schema, files = _tiny_files(train_rows, seed)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return schema
 
 
 _KJT_PARTS = ("keys", "values", "lengths", "stride", "length_per_key", "offset_per_key")

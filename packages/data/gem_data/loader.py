@@ -111,7 +111,7 @@ class _Epoch:
     """The iterator of one epoch(): counts what was handed out, and refuses once something else moved the loader."""
 
     def __init__(self, loader: ArrowLoader, start: Cursor) -> None:
-        self._loader, self._last_epoch = loader, start.epoch
+        self._loader = loader
         self._ended: str | None = None
         source = _read(
             loader._plan, loader._shards, loader.config, start, rank=loader._rank, world_size=loader._world_size
@@ -125,8 +125,14 @@ class _Epoch:
     def __next__(self) -> Batch:
         if self._ended is not None:
             raise ValueError(f"this iterator over an epoch has ended: {self._ended}. Call epoch() again.")
-        batch = next(self._source)
-        self._loader._yielded = self._loader._plan.advance(self._loader._yielded)
+        try:
+            batch, self._loader._yielded = next(self._source)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            # Otherwise a consumer that swallows the error would take the next StopIteration for the epoch's end.
+            self._ended = f"reading failed: {error}"
+            raise
         return batch
 
     def end(self, reason: str) -> None:
@@ -137,25 +143,23 @@ class _Epoch:
 
 def _read(
     plan: Plan, shards: Shards, config: LoaderConfig, cursor: Cursor, *, rank: int, world_size: int
-) -> Iterator[Batch]:
-    """This rank's batches from `cursor` to the end of its epoch."""
+) -> Iterator[tuple[Batch, Cursor]]:
+    """This rank's batches from `cursor` to the end of its epoch, each with the position after it."""
     epoch = plan.epoch(cursor.epoch)
     windows = _Windows(shards, epoch)
     start = cursor.epoch
     while cursor.epoch == start:
-        pieces = plan.pieces(cursor, rank=rank, world_size=world_size)
+        given = plan.shares(cursor)
+        after = plan.advance(cursor, given)
         parts = []
-        for piece in pieces:
+        for piece in plan.pieces(cursor, given, rank=rank, world_size=world_size):
             rows, order = windows.get(piece.shard, piece.window)
             parts.append(Part(rows=rows, take=order[piece.start : piece.stop]))
-        yield collate(
-            shards.schema,
-            parts,
-            max_length=config.max_length,
-            global_rows=int(plan.shares(cursor).sum()),
-            step=cursor.step,
+        batch = collate(
+            shards.schema, parts, max_length=config.max_length, global_rows=int(given.sum()), step=cursor.step
         )
-        cursor = plan.advance(cursor)
+        yield batch, after
+        cursor = after
 
 
 class _Windows:

@@ -1,0 +1,153 @@
+"""Measures reading: samples/s and events/s of the loader beside what pyarrow alone needs for the same columns.
+
+    python -m gem_data.throughput DIRECTORY [--split train] [--batch 256] [--shards 1]
+    python -m gem_data.throughput --rows 80000       (a generated data set of MovieLens-100K's shape, up to 200 events)
+
+Pure pyarrow decoding of the same row groups and columns is the bound: nothing that reads these files through pyarrow
+can be faster. Both run in the same process, on one thread (the loader with prefetch=0), alternating; the figures
+printed are medians over the repeats. "checks" is the time of validation alone on already decoded rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from gem_data.api import build_loader, write_dataset
+from gem_data.interface import IdFeature, LabelInfo, LoaderConfig, Schema, StreamInfo, TableInfo
+from gem_data.rows import Where
+from gem_data.schema import read_schema
+from gem_data.shards import Shards
+from gem_data.validation import check_values
+
+
+def measure(directory: str | Path, *, split: str, config: LoaderConfig, repeats: int = 5) -> dict[str, Any]:
+    """Median seconds of one epoch, of pyarrow alone and of the checks, with rates; `config.prefetch` should be 0.
+
+    {"samples", "events": stream events after cutting, "loader_s", "pyarrow_s", "checks_s", "samples_per_s",
+     "events_per_s", "bound_samples_per_s", "share_of_bound": pyarrow_s / loader_s}
+    """
+    shards = Shards(directory, read_schema(directory), split)
+    groups = [(footer.index, group) for footer in shards.footers for group in range(len(footer.group_rows))]
+    samples = events = 0
+    times: dict[str, list[float]] = {"loader_s": [], "pyarrow_s": [], "checks_s": []}
+
+    def decode_all() -> None:
+        for file, group in groups:
+            shards.read_table(file, group)
+
+    for _ in range(repeats):
+        times["pyarrow_s"].append(_seconds(decode_all))
+        loader = build_loader(directory, split=split, config=config)
+        started = time.process_time()
+        samples = events = 0
+        for batch in loader.epoch():
+            samples += len(batch.sample_ids)
+            events += sum(len(stream.times) for stream in batch.streams.values())
+        times["loader_s"].append(time.process_time() - started)
+        checked = 0.0
+        for file, group in groups:
+            rows = shards.read_unchecked(file, group)
+            where = Where(file="", row_group=group)
+            checked += _seconds(lambda rows=rows, where=where: check_values(shards.schema, rows, where))  # type: ignore[misc]
+        times["checks_s"].append(checked)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "samples": samples,
+        "events": events,
+        **medians,
+        "samples_per_s": samples / medians["loader_s"],
+        "events_per_s": events / medians["loader_s"],
+        "bound_samples_per_s": samples / medians["pyarrow_s"],
+        "share_of_bound": medians["pyarrow_s"] / medians["loader_s"],
+    }
+
+
+def write_generated(directory: str | Path, *, rows: int, seed: int = 0) -> Schema:
+    """`rows` impressions of 943 users on 1,682 items, each with the user's last (up to 200) earlier events."""
+    schema = Schema(
+        name="generated",
+        created_by="gem_data.throughput",
+        tables=(TableInfo(name="user", rows=944), TableInfo(name="item", rows=1683), TableInfo(name="genre", rows=20)),
+        labels=(LabelInfo(name="like"),),
+        scalars=(IdFeature(name="user", table="user"), IdFeature(name="item", table="item")),
+        lists=(IdFeature(name="genres", table="genre"),),
+        streams=(
+            StreamInfo(
+                name="ratings",
+                fields=(IdFeature(name="item", table="item"), IdFeature(name="genre", table="genre")),
+                action_bits=5,
+                max_length=200,
+            ),
+        ),
+    )
+    rng = np.random.default_rng(seed)
+    users = np.minimum(rng.zipf(1.1, rows), 943)
+    items = rng.integers(1, 1683, rows)
+    order = np.argsort(users, kind="stable")
+    first = np.searchsorted(users[order], users[order])
+    begin = np.empty(rows, np.int64)
+    begin[order] = np.arange(rows) - first  # events of the user before this row
+    lengths = np.minimum(begin, 200)
+    rank = np.empty(rows, np.int64)
+    rank[order] = np.arange(rows)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    index = np.repeat(rank - lengths - offsets[:-1], lengths) + np.arange(offsets[-1])
+    source = order[index]
+    values = {
+        "item": items[source],
+        "genre": items[source] % 20,
+        "action": 1 << (source % 5),
+        "time": source,
+    }
+    table = {
+        "sample_id": np.arange(rows),
+        "user_id": users,
+        "timestamp": np.arange(rows),
+        "label.like": (rng.random(rows) < 0.55).astype(np.float32),
+        "id.user": users,
+        "id.item": items,
+        "ids.genres": pa.ListArray.from_arrays(np.arange(0, 2 * rows + 1, 2, np.int32), rng.integers(0, 20, 2 * rows)),
+    }
+    for part, column in values.items():
+        table[f"stream.ratings.{part}"] = pa.ListArray.from_arrays(offsets.astype(np.int32), column)
+    return write_dataset(directory, schema, {"train": pa.table(table)})
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    started = time.process_time()
+    call()
+    return time.process_time() - started
+
+
+def main() -> None:
+    """The command line above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", nargs="?", help="a data set; default: one is generated")
+    parser.add_argument("--split", default="train")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--shards", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=80_000, help="rows to generate")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    config = LoaderConfig(global_batch_size=arguments.batch, logical_shards=arguments.shards, prefetch=0)
+    with tempfile.TemporaryDirectory() as parent:
+        directory = arguments.directory
+        if directory is None:
+            directory = f"{parent}/generated"
+            write_generated(directory, rows=arguments.rows)
+        found = measure(directory, split=arguments.split, config=config, repeats=arguments.repeats)
+    for name, value in found.items():
+        print(f"{name:22s} {value:,.3f}" if isinstance(value, float) else f"{name:22s} {value:,}")
+
+
+if __name__ == "__main__":
+    main()
