@@ -7,6 +7,7 @@ Two things are made here so that they cannot drift from the code: the help texts
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import io
 import os
@@ -24,10 +25,12 @@ release = version = metadata.version("gemline")
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["_build"]
 source_suffix = {".md": "markdown"}
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["gemline.css"]
 html_title = f"Gemline {release}"
 html_theme_options = {"source_edit_link": ""}
 html_show_sphinx = False
@@ -46,11 +49,20 @@ def keep_layout(app: Any, what: str, name: str, thing: Any, options: Any, lines:
     if what == "attribute" and not text:
         return
     first, _, rest = text.partition("\n\n")
-    prose = re.sub(r"([\\*`|_])", r"\\\1", " ".join(first.split()))
+    parts = re.split(r"`([^`]+)`", " ".join(first.split()))  # every second part was between backticks
+    escaped = (f"``{part}``" if i % 2 else re.sub(r"([\\*`|_])", r"\\\1", part) for i, part in enumerate(parts))
+    prose = "\\ ".join(part for part in escaped if part)
     block = [f"   {line}".rstrip() for line in rest.strip("\n").split("\n")]
     lines[:] = [prose, ""]
     if rest.strip():
         lines += [".. code-block:: text", "", *block, ""]
+
+
+def short_signature(
+    app: Any, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str, str | None] | None:
+    """The fields of a dataclass stand below it with their defaults: not twice."""
+    return ("", None) if what == "class" and dataclasses.is_dataclass(thing) else None
 
 
 class HelpDirective(Directive):
@@ -79,4 +91,5 @@ class HelpDirective(Directive):
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", keep_layout)
+    app.connect("autodoc-process-signature", short_signature)
     app.add_directive("gemline-help", HelpDirective)
