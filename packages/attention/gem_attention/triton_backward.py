@@ -20,7 +20,6 @@ from gem_attention.triton_common import (
     LOG2E,
     activate_and_slope,
     bias_places,
-    biased_scores,
     dot,
     key_range,
     key_sequence,
@@ -29,21 +28,22 @@ from gem_attention.triton_common import (
     query_sequence,
     row_range,
     sample_rules,
+    scores,
     sequence,
     store_rows,
 )
 
 
 @triton.jit
-def _chain(x, dp, lse, delta, inverse, seen, MASK: tl.constexpr, C: tl.constexpr):
-    """(P, dS) of a tile from scores x and dP; lse, delta, inverse broadcast along the columns."""
+def _chain(x, scale, dp, lse, delta, inverse, seen, MASK: tl.constexpr, C: tl.constexpr):
+    """(P, dS) of a tile from scores scale * x and dP; lse, delta, inverse broadcast along the columns."""
     if C.softmax:
-        p = tl.exp2((x - lse) * LOG2E)
+        p = tl.exp2((x * scale - lse) * LOG2E)
         if MASK:
             p = tl.where(seen, p, 0.0)
         ds = p * (dp - delta)
     else:
-        p, slope = activate_and_slope(x, C)
+        p, slope = activate_and_slope(x, scale, C)
         ds = slope * dp
         if C.per_token:
             p = p * inverse
@@ -96,7 +96,7 @@ def _dq_step(acc_MD, q_MD, do_ME, per_row, n0, position_M, site, k, v, strides, 
     dp_MN = dot(do_ME, tl.trans(v_NE), C=C)
     i = position_M[:, None]
     j = (n0 + tl.arange(0, C.block_n))[None, :]
-    x_MN = biased_scores(x_MN, i, j, k_start, head, rules, batch, numbers, tables, C)
+    x_MN, scale = scores(x_MN, i, j, k_start, head, rules, batch, numbers, tables, C)
     if C.softmax:
         lse_M, delta_M = lse_M[:, None], delta_M[:, None]
     elif C.per_token:
@@ -104,7 +104,7 @@ def _dq_step(acc_MD, q_MD, do_ME, per_row, n0, position_M, site, k, v, strides, 
     seen = True
     if MASK or C.biased:
         seen = pair_mask(i, j, rules, C)
-    p_MN, ds_MN = _chain(x_MN, dp_MN, lse_M, delta_M, inverse_M, seen, MASK, C)
+    p_MN, ds_MN = _chain(x_MN, scale, dp_MN, lse_M, delta_M, inverse_M, seen, MASK, C)
     if C.biased:
         _table_gradients(ds_MN, i, j, site, seen, rules, batch, numbers, tables, C)
     return dot(ds_MN.to(k_ND.dtype), k_ND, acc_MD, C=C)
@@ -152,7 +152,7 @@ def dq_kernel(q, k, v, out, do, lse, delta, dq, strides, batch, numbers, tables,
     """
     head = tl.program_id(0) % C.heads
     entry = tl.program_id(0) // C.heads
-    acc_MD = tl.zeros([C.block_m, C.block_d], tl.float32)
+    acc_MD = tl.full([C.block_m, C.block_d], 0.0, tl.float32)
     if C.query == "broadcast":
         rows_tiles = tl.cdiv(batch.seeds, C.block_m)
         chunk = entry // rows_tiles
@@ -185,7 +185,7 @@ def _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, column_N, head, starts, q, do, lse, 
     row_M = m0 + tl.arange(0, C.block_m)
     i = (row_M + rules.first_position)[None, :]
     j = column_N[:, None]
-    x_NM = biased_scores(x_NM, i, j, k_start, head, rules, batch, numbers, tables, C)
+    x_NM, scale = scores(x_NM, i, j, k_start, head, rules, batch, numbers, tables, C)
     lse_M, delta_M, inverse_M = _row_numbers(lse, delta, head, out_start + row_M, row_M < q_length, batch, numbers, C)
     if C.softmax:
         lse_M, delta_M = lse_M[None, :], delta_M[None, :]
@@ -194,7 +194,7 @@ def _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, column_N, head, starts, q, do, lse, 
     seen = True
     if MASK:
         seen = pair_mask(i, j, rules, C)
-    p_NM, ds_NM = _chain(x_NM, dp_NM, lse_M, delta_M, inverse_M, seen, MASK, C)
+    p_NM, ds_NM = _chain(x_NM, scale, dp_NM, lse_M, delta_M, inverse_M, seen, MASK, C)
     dv_NE = dot(p_NM.to(do_ME.dtype), do_ME, dv_NE, C=C)
     dk_ND = dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND, C=C)
     return dk_ND, dv_NE
@@ -241,8 +241,8 @@ def dkv_kernel(q, k, v, do, lse, delta, dk, dv, strides, batch, numbers, tables,
     k_sequence = (k_start, k_length)
     k_ND = load_rows(k, strides.k, k_start, k_length, n0, kv_head, C.block_n, C.block_d, C.dim, C.tma)
     v_NE = load_rows(v, strides.v, k_start, k_length, n0, kv_head, C.block_n, C.block_e, C.v_dim, C.tma)
-    dk_ND = tl.zeros([C.block_n, C.block_d], tl.float32)
-    dv_NE = tl.zeros([C.block_n, C.block_e], tl.float32)
+    dk_ND = tl.full([C.block_n, C.block_d], 0.0, tl.float32)
+    dv_NE = tl.full([C.block_n, C.block_e], 0.0, tl.float32)
     if C.shared_kv:
         first = tl.load(batch.kv_samples + row).to(tl.int32)
         last = tl.load(batch.kv_samples + row + 1).to(tl.int32)
@@ -282,13 +282,13 @@ def short_query_kernel(q, k, v, do, dq, dk, dv, strides, batch, numbers, tables,
     _, _, inverse_M = _row_numbers(q, q, head, out_start + row_M, row_M < q_length, batch, numbers, C)
     if C.per_token:
         inverse_M = inverse_M[None, :]
-    dq_MD = tl.zeros([C.block_m, C.block_d], tl.float32)
+    dq_MD = tl.full([C.block_m, C.block_d], 0.0, tl.float32)
     for n0 in tl.range(0, k_length, C.block_n, num_stages=C.stages):
         k_ND = load_rows(k, strides.k, k_start, k_length, n0, head, C.block_n, C.block_d, C.dim, C.tma)
         v_NE = load_rows(v, strides.v, k_start, k_length, n0, head, C.block_n, C.block_e, C.v_dim, C.tma)
-        x_NM = dot(k_ND, tl.trans(q_MD), C=C) * numbers.scale
+        x_NM = dot(k_ND, tl.trans(q_MD), C=C)
         dp_NM = dot(v_NE, tl.trans(do_ME), C=C)
-        p_NM, ds_NM = _chain(x_NM, dp_NM, 0.0, 0.0, inverse_M, True, False, C)
+        p_NM, ds_NM = _chain(x_NM, numbers.scale, dp_NM, 0.0, 0.0, inverse_M, True, False, C)
         ds_NM = ds_NM.to(k_ND.dtype)
         dv_NE = dot(p_NM.to(do_ME.dtype), do_ME, C=C) * numbers.inverse_divisor
         dk_ND = dot(ds_NM, q_MD, C=C) * numbers.gradient_scale

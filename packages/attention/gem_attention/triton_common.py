@@ -82,64 +82,70 @@ def tanh(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def activate(x, C: tl.constexpr):
-    """f(x) for the pointwise activations."""
+def activate(x, scale, C: tl.constexpr):
+    """f(scale * x) for the pointwise activations; scale goes into scalar factors where that saves a multiplication."""
     if C.activation == "silu":
-        h = 0.5 * x
+        h = x * (0.5 * scale)
         y = h * tanh(h, C.fast_math) + h
-    elif C.activation == "gelu":
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif C.activation == "gelu_tanh":
-        h = 0.5 * x
-        y = h * tanh(x * (x * x * 0.035677408136300125 + 0.7978845608028654), C.fast_math) + h
-    elif C.activation == "gelu_poly":
+        h = x * (0.5 * scale)
         z = x * x
-        y = 0.5 * x + z * (0.3989423 + z * (-0.0664904 + z * 0.0099736))
-    elif C.activation == "relu":
-        y = tl.maximum(x, 0.0)
-    elif C.activation == "relu2":
-        y = tl.maximum(x, 0.0)
-        y = y * y
+        t = tanh(x * (z * (0.035677408136300125 * scale * scale * scale) + 0.7978845608028654 * scale), C.fast_math)
+        y = h * t + h
     else:
-        tl.static_assert(C.activation == "identity")
-        y = x
+        x = x * scale
+        if C.activation == "gelu":
+            y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        elif C.activation == "gelu_poly":
+            z = x * x
+            y = 0.5 * x + z * (0.3989423 + z * (-0.0664904 + z * 0.0099736))
+        elif C.activation == "relu":
+            y = tl.maximum(x, 0.0)
+        elif C.activation == "relu2":
+            y = tl.maximum(x, 0.0)
+            y = y * y
+        else:
+            tl.static_assert(C.activation == "identity")
+            y = x
     return y
 
 
 @triton.jit
-def activate_and_slope(x, C: tl.constexpr):
-    """(f(x), f'(x))."""
+def activate_and_slope(x, scale, C: tl.constexpr):
+    """(f(scale * x), f'(scale * x))."""
     if C.activation == "silu":
-        h = 0.5 * x
+        h = x * (0.5 * scale)
         t = tanh(h, C.fast_math)
         y = h * t + h
-        s = 0.5 * t + 0.5
-        slope = s + (y - y * s)
-    elif C.activation == "gelu":
-        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-        y = x * cdf
-        slope = cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        slope = y * (0.5 - 0.5 * t) + (0.5 * t + 0.5)
     elif C.activation == "gelu_tanh":
-        h = 0.5 * x
+        h = x * (0.5 * scale)
         z = x * x
-        t = tanh(x * (z * 0.035677408136300125 + 0.7978845608028654), C.fast_math)
+        t = tanh(x * (z * (0.035677408136300125 * scale * scale * scale) + 0.7978845608028654 * scale), C.fast_math)
         y = h * t + h
-        slope = (0.5 * t + 0.5) + (h - h * t * t) * (z * 0.10703222440890037 + 0.7978845608028654)
-    elif C.activation == "gelu_poly":
-        z = x * x
-        y = 0.5 * x + z * (0.3989423 + z * (-0.0664904 + z * 0.0099736))
-        slope = 0.5 + x * (0.7978846 + z * (-0.2659616 + z * 0.0598416))
-    elif C.activation == "relu":
-        y = tl.maximum(x, 0.0)
-        slope = tl.where(x > 0, 1.0, 0.0)
-    elif C.activation == "relu2":
-        r = tl.maximum(x, 0.0)
-        y = r * r
-        slope = 2.0 * r
+        bend = z * (0.10703222440890037 * scale * scale) + 0.7978845608028654
+        slope = (h - y * t + h * t) * bend + (0.5 * t + 0.5)
     else:
-        tl.static_assert(C.activation == "identity")
-        y = x
-        slope = x * 0.0 + 1.0
+        x = x * scale
+        if C.activation == "gelu":
+            cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+            y = x * cdf
+            slope = cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        elif C.activation == "gelu_poly":
+            z = x * x
+            y = 0.5 * x + z * (0.3989423 + z * (-0.0664904 + z * 0.0099736))
+            slope = 0.5 + x * (0.7978846 + z * (-0.2659616 + z * 0.0598416))
+        elif C.activation == "relu":
+            y = tl.maximum(x, 0.0)
+            slope = tl.where(x > 0, 1.0, 0.0)
+        elif C.activation == "relu2":
+            r = tl.maximum(x, 0.0)
+            y = r * r
+            slope = 2.0 * r
+        else:
+            tl.static_assert(C.activation == "identity")
+            y = x
+            slope = x * 0.0 + 1.0
     return y, slope
 
 
@@ -414,15 +420,17 @@ def bias_of(place, bucket, head, tables, C: tl.constexpr):
 
 
 @triton.jit
-def biased_scores(qk, i, j, k_start, head, rules, batch, numbers, tables, C: tl.constexpr):
-    """scale * <q, k> with the bias inside or outside the scale."""
+def scores(qk, i, j, k_start, head, rules, batch, numbers, tables, C: tl.constexpr):
+    """(x, scale) with scale * x the scores: the bias, where there is one, is inside or outside the scale."""
     if C.biased:
         place, bucket = bias_places(i, j, k_start, rules, batch, numbers, C)
         bias = bias_of(place, bucket, head, tables, C)
+        scale = 1.0
         if C.bias_inside:
             x = (qk + bias) * numbers.scale
         else:
             x = qk * numbers.scale + bias
     else:
-        x = qk * numbers.scale
-    return x
+        x = qk
+        scale = numbers.scale
+    return x, scale

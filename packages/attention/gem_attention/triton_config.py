@@ -23,6 +23,7 @@ class Tiles:
     """block_m query rows and block_n key rows a tile; warps and stages as Triton means them.
 
     tma: rows are loaded by the copy engine through descriptors that clip at the sequence's end, else by pointers.
+    registers: most registers a thread may have (so that two programs fit on a multiprocessor); 0 leaves it open.
     """
 
     block_m: int
@@ -30,6 +31,13 @@ class Tiles:
     warps: int = 4
     stages: int = 2
     tma: bool = False
+    registers: int = 0
+
+    @property
+    def launch(self) -> dict[str, int]:
+        """The launch options these tiles stand for."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | {"maxnreg": self.registers} if self.registers else options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,28 +160,34 @@ def kernel_spec(
     )
 
 
-Kernel = Literal["forward", "dq", "dkv"]
+Kernel = Literal["forward", "dq", "dkv", "short"]
 
 # (kernel, padded head dim) -> tiles. Chosen on an H200, see benchmarks/gpu/NOTES-attention.md.
 _TILES: dict[tuple[str, int], Tiles] = {
-    ("forward", 64): Tiles(block_m=128, block_n=64, warps=4, stages=3),
-    ("forward", 128): Tiles(block_m=128, block_n=64, warps=8, stages=2),
-    ("forward", 256): Tiles(block_m=128, block_n=64, warps=8, stages=2),
-    ("dq", 64): Tiles(block_m=128, block_n=64, warps=8, stages=2),
-    ("dq", 128): Tiles(block_m=128, block_n=64, warps=8, stages=2),
+    ("forward", 64): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
+    ("forward", 128): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
+    ("forward", 256): Tiles(block_m=64, block_n=64, warps=8, stages=2, tma=True),
+    ("dq", 64): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
+    ("dq", 128): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
     ("dq", 256): Tiles(block_m=64, block_n=32, warps=8, stages=2),
-    ("dkv", 64): Tiles(block_m=64, block_n=128, warps=8, stages=2),
-    ("dkv", 128): Tiles(block_m=64, block_n=128, warps=8, stages=2),
+    ("dkv", 64): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
+    ("dkv", 128): Tiles(block_m=64, block_n=64, warps=4, stages=2),
     ("dkv", 256): Tiles(block_m=32, block_n=64, warps=8, stages=2),
+    ("short", 64): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
+    ("short", 128): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
 }
 
 
 def pick_tiles(kernel: Kernel, spec: AttentionSpec, *, dim: int, v_dim: int, float32: bool = False) -> Tiles:
-    """Tile sizes for a kernel and head dim; block masks get tiles of their block, float32 small tiles."""
+    """Tile sizes for a kernel and head dim; block masks get tiles of their block, float32 small tiles.
+
+    A bias is gathered in the inner loop, and Triton would buffer each gathered tile in shared memory: no pipeline then.
+    """
     if float32:
         return Tiles(block_m=32, block_n=32, warps=4, stages=1)
-    wide = max(64, padded_dim(max(dim, v_dim)))
-    tiles = _TILES[kernel, wide]
+    tiles = _TILES[kernel, max(64, padded_dim(max(dim, v_dim)))]
+    if spec.bias is not None:
+        tiles = replace(tiles, stages=1)
     if spec.mask.block == 64:
-        tiles = replace(tiles, block_m=64, block_n=64, warps=4)
+        tiles = replace(tiles, block_m=64, block_n=64)
     return tiles

@@ -15,7 +15,6 @@ import triton.language as tl
 from gem_attention.triton_common import (
     LOG2E,
     activate,
-    biased_scores,
     dot,
     key_range,
     key_sequence,
@@ -23,13 +22,9 @@ from gem_attention.triton_common import (
     pair_mask,
     query_sequence,
     sample_rules,
+    scores,
     store_rows,
 )
-
-
-@triton.jit
-def _scores(q_MD, k_ND, C: tl.constexpr):
-    return dot(q_MD, tl.trans(k_ND), C=C)
 
 
 @triton.jit
@@ -38,13 +33,13 @@ def _step(acc_ME, top_M, sum_M, q_MD, n0, position_M, site, k, v, strides, rules
     """Add one tile of columns. top_M and sum_M are the running maximum (base 2) and sum, softmax only."""
     k_start, kv_head, head = site
     k_ND = load_rows(k, strides.k, k_start, rules.length, n0, kv_head, C.block_n, C.block_d, C.dim, C.tma)
-    x_MN = _scores(q_MD, k_ND, C)
+    x_MN = dot(q_MD, tl.trans(k_ND), C=C)
     column_N = n0 + tl.arange(0, C.block_n)
     i = position_M[:, None]
     j = column_N[None, :]
-    x_MN = biased_scores(x_MN, i, j, k_start, head, rules, batch, numbers, tables, C)
+    x_MN, scale = scores(x_MN, i, j, k_start, head, rules, batch, numbers, tables, C)
     if C.softmax:
-        x_MN = x_MN * LOG2E
+        x_MN = x_MN * (scale * LOG2E)
         if MASK:
             x_MN = tl.where(pair_mask(i, j, rules, C), x_MN, float("-inf"))
         new_top_M = tl.maximum(top_M, tl.max(x_MN, 1))
@@ -55,7 +50,7 @@ def _step(acc_ME, top_M, sum_M, q_MD, n0, position_M, site, k, v, strides, rules
         acc_ME = acc_ME * keep_M[:, None]
         top_M = new_top_M
     else:
-        p_MN = activate(x_MN, C)
+        p_MN = activate(x_MN, scale, C)
         if MASK:
             p_MN = tl.where(pair_mask(i, j, rules, C), p_MN, 0.0)
     v_NE = load_rows(v, strides.v, k_start, rules.length, n0, kv_head, C.block_n, C.block_e, C.v_dim, C.tma)
@@ -84,9 +79,9 @@ def forward_kernel(q, k, v, out, lse, strides, batch, numbers, tables, C: tl.con
     position_M = p0 + tl.arange(0, C.block_m)
     lo, mid, top, hi = key_range(p0, p1, rules, C)
 
-    acc_ME = tl.zeros([C.block_m, C.block_e], tl.float32)
+    acc_ME = tl.full([C.block_m, C.block_e], 0.0, tl.float32)
     top_M = tl.full([C.block_m], float("-inf"), tl.float32)
-    sum_M = tl.zeros([C.block_m], tl.float32)
+    sum_M = tl.full([C.block_m], 0.0, tl.float32)
     if C.masked:
         for t in tl.range(lo, hi - (top - mid), C.block_n, num_stages=C.stages):
             n0 = tl.where(t < mid, t, t + (top - mid))

@@ -5,6 +5,7 @@ Plain functions without autograd; `triton_attention` makes operators of them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -256,8 +257,7 @@ def forward(p: Problem, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     if k.shape[0] == 0:
         return out.zero_(), lse.fill_(float("inf"))
     chosen = _tiles_for(p, "forward", tiles)
-    if chosen.tma and not _tma_fits(q, k, v):
-        chosen = Tiles(block_m=chosen.block_m, block_n=chosen.block_n, warps=chosen.warps, stages=chosen.stages)
+    chosen = _without_tma(chosen, q, k, v)
     c = _compile_spec(p, chosen)
     listed = _query_tiles(p, c.block_m)
     forward_kernel[(listed.shape[0] * c.heads,)](
@@ -271,8 +271,7 @@ def forward(p: Problem, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
         numbers,
         _tables(p),
         C=c,
-        num_warps=chosen.warps,
-        num_stages=chosen.stages,
+        **chosen.launch,
     )
     return out, lse
 
@@ -323,9 +322,7 @@ def _empty_gradients(p: Problem) -> Gradients:
 
 
 def _without_tma(tiles: Tiles, *tensors: Tensor) -> Tiles:
-    if tiles.tma and not _tma_fits(*tensors):
-        return Tiles(block_m=tiles.block_m, block_n=tiles.block_n, warps=tiles.warps, stages=tiles.stages)
-    return tiles
+    return replace(tiles, tma=False) if tiles.tma and not _tma_fits(*tensors) else tiles
 
 
 def _run_dq(
@@ -364,8 +361,7 @@ def _run_dq(
         _numbers(p),
         _tables(p, grads.position, grads.time),
         C=c,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        **tiles.launch,
     )
     return dq.sum(0).to(p.q.dtype) if p.spec.query == "broadcast" else dq
 
@@ -395,8 +391,7 @@ def _run_dkv(p: Problem, do: Tensor, lse: Tensor, delta: Tensor, grads: Gradient
         _numbers(p),
         _tables(p),
         C=c,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        **tiles.launch,
     )
 
 
@@ -414,7 +409,7 @@ def takes_short_queries(p: Problem) -> bool:
 
 
 def _short_query_backward(p: Problem, do: Tensor, grads: Gradients, tiles: Tiles | None) -> Gradients:
-    tiles = _without_tma(tiles or Tiles(block_m=SHORT_QUERY_ROWS, block_n=64, warps=4, stages=2), p.k, p.v)
+    tiles = _without_tma(_tiles_for(p, "short", tiles), p.k, p.v)
     c = _compile_spec(p, tiles)
     shared = p.spec.query == "broadcast"
     dq = torch.empty(p.out_rows, *p.q.shape[1:], dtype=torch.float32, device=p.q.device) if shared else grads.dq
@@ -439,8 +434,7 @@ def _short_query_backward(p: Problem, do: Tensor, grads: Gradients, tiles: Tiles
         _numbers(p),
         _tables(p),
         C=c,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        **tiles.launch,
     )
     if shared:
         return grads._replace(dq=dq.view(p.batch_size, *p.q.shape).sum(0).to(p.q.dtype))
