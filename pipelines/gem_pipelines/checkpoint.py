@@ -30,12 +30,12 @@ from torch import Tensor
 
 from gem_pipelines.checkpoint_format import (
     Checkpoint,
-    find_damage,
     list_steps,
     read_checkpoint,
     step_directory,
     write_checkpoint,
 )
+from gem_pipelines.checkpoint_manifest import find_damage
 from gem_pipelines.config import FREE_ON_RESUME, RunConfig
 from gem_pipelines.config_codec import flatten, from_json, to_json
 from gem_pipelines.contract import REQUIRED, installed_versions

@@ -1,8 +1,7 @@
-"""The checkpoint directory: what its bytes mean, how it is written, verified and read. Knows tensors and JSON, no
-training.
+"""The checkpoint directory: how it is written and read. Knows tensors and JSON, no training.
 
     step-00000100/
-        manifest.json            written last; canonical JSON; its own SHA-256 inside
+        manifest.json            written last; canonical JSON with its own SHA-256; see checkpoint_manifest.py
         state.json               everything that is not a tensor
         tensors-00000.safetensors, tensors-00001.safetensors, ...
 
@@ -10,21 +9,15 @@ The manifest lists every file with its size and one xxh3-64 per block of 1 MiB, 
 pieces. A piece is a range of rows (of dim 0) in one file, so that a table may be cut into several files, and later be
 written by several ranks, without changing the format. Keys are canonical names and say nothing of the sharding.
 
-Why not torch's own formats: `torch.save` and the metadata of DCP are pickles (code runs on load), and neither notices
-a flipped bit. Why 1 MiB blocks: a fault is named by byte range, and a partial read can be checked. Why canonical
-JSON: any changed byte of the manifest, white space included, is found, because the file must equal the serialisation
-of its content.
-
 Writing: everything goes to a hidden sibling directory, each file is fsynced, then the directory, then one rename
 publishes it and the parent directory is fsynced. A directory named step-NNNNNNNN is therefore complete or damaged
 afterwards, never half written. No file says which checkpoint is the latest: that is derived from the valid manifests.
 
-Cost: xxh3 runs at several GB/s per core; SHA-256 only over the manifest (about 100 bytes a MiB).
+Cost: while a file is written its bytes are in memory once more (at most SHARD_BYTES).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -35,25 +28,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
+from gem_pipelines.checkpoint_manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    Piece,
+    TensorEntry,
+    block_hashes,
+    canonical_json,
+    read_file,
+    read_manifest,
+    unlisted_files,
+)
 from gem_pipelines.errors import CheckpointError
 
-FORMAT = "gemline-checkpoint"
-FORMAT_VERSION = (1, 0)
-BLOCK_BYTES = 1 << 20
 SHARD_BYTES = 256 << 20
-MANIFEST = "manifest.json"
 STATE = "state.json"
-MAX_MANIFEST_BYTES = 256 << 20
 
-_FILE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}\.(json|safetensors)")
 _DTYPES = {
-    str(d).removeprefix("torch."): d
-    for d in (
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
         torch.float64,
         torch.float32,
         torch.float16,
@@ -80,22 +79,22 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Damage:
-    """One fault found by `find_damage`: file, byte range [start, stop) or None, and what is wrong."""
+class _Rows:
+    """Rows [start, stop) of tensor `key`, on their way into a file. whole: these are all its rows."""
 
-    file: str
-    start: int | None
-    stop: int | None
-    what: str
+    key: str
+    start: int
+    stop: int
+    whole: bool
+    data: Tensor
 
-    def __str__(self) -> str:
-        where = "" if self.start is None else f" bytes {self.start}..{self.stop}"
-        return f"{self.file}{where}: {self.what}"
+    @property
+    def name(self) -> str:
+        return self.key if self.whole else f"{self.key}@{self.start}"
 
-
-def canonical_json(value: Any) -> bytes:
-    """The one serialisation of `value`. NaN and infinity are refused."""
-    return (json.dumps(value, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+    @property
+    def bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
 
 
 def write_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
@@ -116,75 +115,59 @@ def write_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
 
 
 def _write_files(temporary: Path, checkpoint: Checkpoint) -> None:
-    files, tensors = [], {key: _describe(tensor) for key, tensor in checkpoint.tensors.items()}
+    files: list[FileEntry] = []
+    pieces: dict[str, list[Piece]] = {key: [] for key in checkpoint.tensors}
     for number, shard in enumerate(_shards(checkpoint.tensors)):
         name = f"tensors-{number:05d}.safetensors"
-        named = {}
-        for key, start, stop, piece in shard:
-            inside = key if stop - start == _rows(checkpoint.tensors[key]) else f"{key}@{start}"
-            named[inside] = piece
-            tensors[key]["pieces"].append({"file": name, "name": inside, "rows": [start, stop]})
-        files.append(_write_file(temporary, name, save_safetensors(named)))
+        files.append(_write_file(temporary, name, save_safetensors({rows.name: rows.data for rows in shard})))
+        for rows in shard:
+            pieces[rows.key].append(Piece(file=name, name=rows.name, rows=(rows.start, rows.stop)))
     files.append(_write_file(temporary, STATE, canonical_json(checkpoint.state)))
-    manifest = {
-        "format": FORMAT,
-        "format_version": list(FORMAT_VERSION),
-        "block_bytes": BLOCK_BYTES,
-        "files": files,
-        "tensors": tensors,
-        "about": checkpoint.about,
-    }
-    manifest["sha256"] = hashlib.sha256(canonical_json(manifest)).hexdigest()
-    _write_file(temporary, MANIFEST, canonical_json(manifest))
+    tensors = {key: _describe(tensor, pieces[key]) for key, tensor in checkpoint.tensors.items()}
+    manifest = Manifest(files=tuple(files), tensors=tensors, about=checkpoint.about)
+    _write_file(temporary, MANIFEST, manifest.to_bytes())
 
 
-def _rows(tensor: Tensor) -> int:
-    return tensor.shape[0] if tensor.ndim else 1
-
-
-def _describe(tensor: Tensor) -> dict[str, Any]:
+def _describe(tensor: Tensor, pieces: list[Piece]) -> TensorEntry:
     dtype = str(tensor.dtype).removeprefix("torch.")
     assert dtype in _DTYPES, f"checkpoints do not hold {dtype}"
-    return {"dtype": dtype, "shape": list(tensor.shape), "pieces": []}
+    return TensorEntry(dtype=dtype, shape=tuple(tensor.shape), pieces=tuple(pieces))
 
 
-def _shards(tensors: dict[str, Tensor]) -> Iterator[list[tuple[str, int, int, Tensor]]]:
-    """Groups of (key, first row, end row, rows) of at most SHARD_BYTES each, in the order of the sorted keys."""
-    shard: list[tuple[str, int, int, Tensor]] = []
+def _shards(tensors: dict[str, Tensor]) -> Iterator[list[_Rows]]:
+    """Rows for one file after the other, of at most SHARD_BYTES (or one row) each, in the order of the sorted keys."""
+    shard: list[_Rows] = []
     room = SHARD_BYTES
     for key in sorted(tensors):
-        tensor = tensors[key].detach().cpu().contiguous()
-        rows, start = _rows(tensor), 0
-        row_bytes = max(1, tensor.numel() * tensor.element_size() // max(1, rows))
-        while True:
-            stop = min(rows, start + max(1, room // row_bytes))
-            piece = tensor[start:stop].contiguous() if tensor.ndim else tensor
-            if shard and piece.numel() * piece.element_size() > room:
+        for rows in _cut(key, tensors[key]):
+            if shard and rows.bytes > room:
                 yield shard
                 shard, room = [], SHARD_BYTES
-                continue
-            shard.append((key, start, stop, piece))
-            room -= piece.numel() * piece.element_size()
-            start = stop
-            if start >= rows:
-                break
-            yield shard
-            shard, room = [], SHARD_BYTES
+            shard.append(rows)
+            room -= rows.bytes
     if shard:
         yield shard
 
 
-def _write_file(directory: Path, name: str, data: bytes) -> dict[str, Any]:
+def _cut(key: str, tensor: Tensor) -> Iterator[_Rows]:
+    """A tensor in pieces of at most SHARD_BYTES, or of one row."""
+    tensor = tensor.detach().cpu().contiguous()
+    total = tensor.shape[0] if tensor.ndim else 1
+    if tensor.ndim == 0 or tensor.numel() * tensor.element_size() <= SHARD_BYTES:
+        yield _Rows(key=key, start=0, stop=total, whole=True, data=tensor)
+        return
+    rows = max(1, SHARD_BYTES * total // (tensor.numel() * tensor.element_size()))
+    for start in range(0, total, rows):
+        stop = min(start + rows, total)
+        yield _Rows(key=key, start=start, stop=stop, whole=stop - start == total, data=tensor[start:stop])
+
+
+def _write_file(directory: Path, name: str, data: bytes) -> FileEntry:
     with open(directory / name, "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return {"name": name, "bytes": len(data), "xxh3_64": _block_hashes(data)}
-
-
-def _block_hashes(data: bytes) -> list[str]:
-    view = memoryview(data)
-    return [xxhash.xxh3_64_hexdigest(view[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)]
+    return FileEntry(name=name, bytes=len(data), xxh3_64=block_hashes(data))
 
 
 def _sync_directory(directory: Path) -> None:
@@ -195,141 +178,42 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest, checked against its own SHA-256 and its structure. Raises CheckpointError."""
-    raw = _read_regular_file(directory / MANIFEST, limit=MAX_MANIFEST_BYTES)
-    try:
-        manifest = json.loads(raw)
-        sound = isinstance(manifest, dict) and canonical_json(manifest) == raw
-    except (ValueError, RecursionError):
-        sound = False
-    if sound:
-        body = {key: value for key, value in manifest.items() if key != "sha256"}
-        sound = manifest.get("sha256") == hashlib.sha256(canonical_json(body)).hexdigest()
-    if not sound:
-        raise CheckpointError(f"{directory / MANIFEST} is damaged: its content does not match its SHA-256")
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{directory / MANIFEST}: format is {manifest.get('format')!r}, expected {FORMAT!r}")
-    if manifest["format_version"][0] != FORMAT_VERSION[0]:
-        raise CheckpointError(
-            f"{directory}: checkpoint format {manifest['format_version']}, this version reads {list(FORMAT_VERSION)}; "
-            "use the version of gemline that wrote it"
-        )
-    for entry in manifest["files"]:
-        if not _FILE_NAME.fullmatch(entry["name"]):
-            raise CheckpointError(f"{directory / MANIFEST}: file name {entry['name']!r} is not allowed in a checkpoint")
-    return manifest
-
-
-def _read_regular_file(path: Path, *, limit: int) -> bytes:
-    """The bytes of a regular file (no link) of at most `limit` bytes."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    with os.fdopen(descriptor, "rb") as file:
-        size = os.fstat(descriptor).st_size
-        if size > limit:
-            raise CheckpointError(f"{path} has {size} bytes, expected at most {limit}")
-        return file.read(limit + 1)
-
-
-def _check_file(directory: Path, entry: dict[str, Any], block_bytes: int) -> tuple[bytes, list[Damage]]:
-    """Bytes of one listed file, and where they differ from the manifest."""
-    name, expected = entry["name"], entry["bytes"]
-    try:
-        data = _read_regular_file(directory / name, limit=max(expected * 2, expected + BLOCK_BYTES))
-    except CheckpointError as error:
-        return b"", [Damage(file=name, start=None, stop=None, what=str(error))]
-    damages = []
-    if len(data) != expected:
-        damages.append(
-            Damage(
-                file=name,
-                start=min(len(data), expected),
-                stop=max(len(data), expected),
-                what=f"has {len(data)} bytes, expected {expected}",
-            )
-        )
-    view = memoryview(data)
-    for number, expected_hash in enumerate(entry["xxh3_64"]):
-        start = number * block_bytes
-        stop = min(start + block_bytes, expected)
-        found = xxhash.xxh3_64_hexdigest(view[start:stop])
-        if found != expected_hash and start < len(data):
-            damages.append(Damage(file=name, start=start, stop=stop, what=f"xxh3 is {found}, expected {expected_hash}"))
-    return data, damages
-
-
-def find_damage(directory: Path) -> list[Damage]:
-    """Every fault of a checkpoint's bytes; empty where it is sound. Reads all files once.
-
-    Covers: manifest, missing, extra, truncated or changed files, links.
-    """
-    try:
-        manifest = read_manifest(directory)
-    except CheckpointError as error:
-        return [Damage(file=MANIFEST, start=None, stop=None, what=str(error))]
-    listed = {entry["name"] for entry in manifest["files"]} | {MANIFEST}
-    damages = [
-        Damage(file=path.name, start=None, stop=None, what="is not listed in the manifest")
-        for path in sorted(directory.iterdir())
-        if path.name not in listed
-    ]
-    for entry in manifest["files"]:
-        damages += _check_file(directory, entry, manifest["block_bytes"])[1]
-    return damages
-
-
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read and verify in one pass: every byte that becomes a tensor was hashed. Raises CheckpointError naming all
-    faults.
+    """Read and verify in one pass: every byte that becomes a tensor was hashed.
+
+    Raises CheckpointError naming all faults.
     """
     manifest = read_manifest(directory)
-    listed = {entry["name"] for entry in manifest["files"]} | {MANIFEST}
-    damages = [
-        Damage(file=path.name, start=None, stop=None, what="is not listed in the manifest")
-        for path in sorted(directory.iterdir())
-        if path.name not in listed
-    ]
+    damages = unlisted_files(directory, manifest)
     contents: dict[str, bytes] = {}
-    for entry in manifest["files"]:
-        data, found = _check_file(directory, entry, manifest["block_bytes"])
+    for entry in manifest.files:
+        contents[entry.name], found = read_file(directory, entry, manifest.block_bytes)
         damages += found
-        contents[entry["name"]] = data
     if damages:
         raise CheckpointError(f"{directory} is damaged:\n  " + "\n  ".join(map(str, damages)))
-    state = json.loads(contents.pop(STATE))
-    loaded = {name: load_safetensors(data) for name, data in contents.items()}
-    tensors = {key: _assemble(directory, key, entry, loaded) for key, entry in manifest["tensors"].items()}
-    return Checkpoint(tensors=tensors, state=state, about=manifest["about"])
+    try:
+        state = json.loads(contents.pop(STATE))
+        loaded = {name: load_safetensors(data) for name, data in contents.items()}
+    except (KeyError, ValueError, RecursionError, SafetensorError) as error:
+        raise CheckpointError(f"{directory}: a file is not what the manifest says: {error}") from None
+    tensors = {key: _assemble(directory, key, entry, loaded) for key, entry in manifest.tensors.items()}
+    return Checkpoint(tensors=tensors, state=state, about=manifest.about)
 
 
-def _assemble(directory: Path, key: str, entry: dict[str, Any], loaded: dict[str, dict[str, Tensor]]) -> Tensor:
+def _assemble(directory: Path, key: str, entry: TensorEntry, loaded: dict[str, dict[str, Tensor]]) -> Tensor:
     """One tensor from its pieces, which must cover its rows in order, without gap or overlap."""
     pieces, row = [], 0
-    for piece in entry["pieces"]:
-        start, stop = piece["rows"]
-        tensor = loaded.get(piece["file"], {}).get(piece["name"])
-        if tensor is None or start != row:
-            raise CheckpointError(f"{directory}: piece {piece} of tensor {key!r} is missing or out of order")
+    for piece in entry.pieces:
+        tensor = loaded.get(piece.file, {}).get(piece.name)
+        if tensor is None or piece.rows[0] != row or (tensor.ndim and tensor.shape[0] != piece.rows[1] - row):
+            raise CheckpointError(f"{directory}: {piece} of tensor {key!r} is missing or out of order")
         pieces.append(tensor)
-        row = stop
-    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    if list(whole.shape) != entry["shape"] or whole.dtype != _DTYPES.get(entry["dtype"]):
-        raise CheckpointError(
-            f"{directory}: tensor {key!r} is {list(whole.shape)} {whole.dtype}, "
-            f"the manifest says {entry['shape']} {entry['dtype']}"
-        )
+        row = piece.rows[1]
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else None
+    if whole is None or tuple(whole.shape) != entry.shape or whole.dtype != _DTYPES.get(entry.dtype):
+        found = "nothing" if whole is None else f"{tuple(whole.shape)} {whole.dtype}"
+        raise CheckpointError(f"{directory}: tensor {key!r} is {found}, the manifest says {entry.shape} {entry.dtype}")
     return whole
-
-
-def state_digest(manifest: dict[str, Any]) -> str:
-    """SHA-256 over the training state (tensors and state.json), equal for two runs that stand at the same bits.
-
-    Leaves out `about`: time, run id and directory differ between equal runs.
-    """
-    return hashlib.sha256(canonical_json([manifest["files"], manifest["tensors"]])).hexdigest()
 
 
 def step_directory(checkpoints: Path, step: int) -> Path:

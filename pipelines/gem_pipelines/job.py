@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -203,7 +204,6 @@ class Job:
                     group = []
             if group:
                 yield group
-            self.trainer.position.epoch += 1
 
     def _one_step(self, steps: Iterator[list[Batch]], peak: float) -> None:
         number = self.trainer.position.step + 1
@@ -213,18 +213,24 @@ class Job:
         begin = time.perf_counter()
         clock = PartClock(device=self.runtime.device)
         with clock.part("read"):
-            batches = next(steps)
-        if profiled:
-            with clock.watching(self.trainer.parallel.module.parts()):
-                record = self.trainer.step(batches, clock=clock, profiled=True)
-        else:
-            record = self.trainer.step(batches, clock=clock)
+            batches = self._read(steps)
+        with clock.watching(self.trainer.parallel.module.parts()) if profiled else nullcontext():
+            record = self.trainer.step(batches, clock=clock, profiled=profiled)
         self.loader.mark_trained(batches[-1])
         seconds = time.perf_counter() - begin
         parts = clock.seconds() if profiled else None
         self.throughput.add(record, seconds=seconds, parts=parts)
         if number % train.record_every == 0 or number == self.total_steps:
             self._record_step(record, seconds=seconds, parts=parts, peak=peak)
+
+    def _read(self, steps: Iterator[list[Batch]]) -> list[Batch]:
+        """The next step's batches. Data that cannot be read here stops every rank at this step, not this one alone."""
+        try:
+            batches = next(steps)
+        except ValueError as error:
+            self.trainer.stop_together(error)
+        self.trainer.position.epoch = batches[0].step // self.loader.batches_per_epoch
+        return batches
 
     def _record_step(
         self, record: dict[str, Any], *, seconds: float, parts: dict[str, float] | None, peak: float

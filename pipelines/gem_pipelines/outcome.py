@@ -7,6 +7,7 @@ them has learnt less than counting.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +27,45 @@ class Throughput:
     """
 
     def __init__(self) -> None:
-        self._steps: list[tuple[float, int, int]] = []
+        self._first = _Sums()
+        self._later = _Sums()
         self._parts: dict[str, float] = {}
 
     def add(self, record: dict[str, Any], *, seconds: float, parts: dict[str, float] | None) -> None:
         """Add one step."""
-        self._steps.append((seconds, record["rows"], record["events"]))
+        sums = self._first if self._first.steps < WARM_UP_STEPS else self._later
+        sums.steps += 1
+        sums.seconds += seconds
+        sums.rows += record["rows"]
+        sums.events += record["events"]
         for part, value in (parts or {}).items():
             self._parts[part] = self._parts.get(part, 0.0) + value
 
-    def _counted(self) -> list[tuple[float, int, int]]:
-        return self._steps[WARM_UP_STEPS:] or self._steps
+    def _counted(self) -> _Sums:
+        return self._later if self._later.steps else self._first
 
     def seconds_per_step(self) -> float:
         """Mean seconds of a step."""
         counted = self._counted()
-        return sum(seconds for seconds, _, _ in counted) / len(counted) if counted else 0.0
+        return counted.seconds / counted.steps if counted.steps else 0.0
 
     def summary(self) -> dict[str, Any]:
         """{"samples_per_s", "tokens_per_s", "share_by_part"}; None and {} where nothing was trained."""
         counted = self._counted()
-        seconds = sum(s for s, _, _ in counted)
         profiled = sum(self._parts.values())
         return {
-            "samples_per_s": sum(rows for _, rows, _ in counted) / seconds if counted else None,
-            "tokens_per_s": sum(events for _, _, events in counted) / seconds if counted else None,
+            "samples_per_s": counted.rows / counted.seconds if counted.steps else None,
+            "tokens_per_s": counted.events / counted.seconds if counted.steps else None,
             "share_by_part": {part: value / profiled for part, value in self._parts.items()} if profiled else {},
         }
+
+
+@dataclass(kw_only=True)
+class _Sums:
+    steps: int = 0
+    seconds: float = 0.0
+    rows: int = 0
+    events: int = 0
 
 
 def best_possible_ne(schema: Schema, task: str) -> float | None:

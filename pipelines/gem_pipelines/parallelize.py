@@ -55,6 +55,20 @@ class ParallelModel:
             yield
 
 
+class _WithAnchor(nn.Module):
+    """`model`, and a parameter that nothing uses: without one, `find_unused_parameters` makes every rank warn on every
+    run that it found none, although it is asked for what it does to the order of sums."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.anchor = nn.Parameter(torch.zeros((), device=next(model.parameters()).device))
+
+    def forward(self, inputs: ModelInput) -> Tensor:
+        logits: Tensor = self.model(inputs)
+        return logits
+
+
 def parallelize(
     model: nn.Module, specs: Sequence[TableSpec], *, config: TablesConfig, seed: int, runtime: Runtime
 ) -> ParallelModel:
@@ -72,13 +86,7 @@ def parallelize(
     )
     forward: nn.Module = model
     if runtime.world_size > 1:
-        on_device = [runtime.device] if runtime.device.type == "cuda" else None
-        forward = DistributedDataParallel(
-            model,
-            device_ids=on_device,
-            find_unused_parameters=True,
-            gradient_as_bucket_view=True,
-        )
+        forward = DistributedDataParallel(_WithAnchor(model), find_unused_parameters=True, gradient_as_bucket_view=True)
     return ParallelModel(module=model, forward=forward, tables=tables, specs=tuple(specs))
 
 

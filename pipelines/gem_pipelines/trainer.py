@@ -13,7 +13,7 @@ Legend: B rows, T tasks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from gem_data.interface import Batch, Schema
@@ -94,43 +94,48 @@ class Trainer:
 
     def _agree(self, batches: list[Batch]) -> StepTotals:
         """Check this rank's batches and add up what every rank must know. Nothing has changed when this raises."""
-        error = ""
         try:
             for batch in batches:
                 check_batch(batch, self.schema)
-        except ValueError as bad:
-            error = str(bad)
+        except ValueError as error:
+            self.stop_together(error)
         weight_T = torch.zeros(len(self.tasks), dtype=torch.float64)
         rows = tokens = 0
         flops = dict.fromkeys(MODEL_PARTS, 0)
-        if not error:
-            for batch in batches:
-                weight_T += batch.weights.double().sum(0)
-                lengths = event_lengths(batch)
-                rows += batch.sample_ids.shape[0]
-                tokens += sum(int(length.sum()) for length in lengths.values())
-                counts = training_flops(self.config.model, self.schema, lengths, rows=batch.sample_ids.shape[0])
-                flops = {part: flops[part] + counts[part] for part in MODEL_PARTS}
-        mine = [float(len(batches)), float(bool(error)), rows, tokens, *flops.values()]
-        total = self.runtime.sum(torch.cat([weight_T, torch.tensor(mine, dtype=torch.float64)])).tolist()
-        tasks = len(self.tasks)
-        batches_in_all, bad, *counts = total[tasks:]
-        if bad or batches_in_all != len(batches) * self.runtime.world_size:
-            self._raise_together(error, len(batches))
+        for batch in batches:
+            weight_T += batch.weights.double().sum(0)
+            lengths = event_lengths(batch)
+            rows += batch.sample_ids.shape[0]
+            tokens += sum(int(length.sum()) for length in lengths.values())
+            counted = training_flops(self.config.model, self.schema, lengths, rows=batch.sample_ids.shape[0])
+            flops = {part: flops[part] + counted[part] for part in MODEL_PARTS}
+        weights, counts = self._exchange(weight_T.tolist(), [len(batches), 0, rows, tokens, *flops.values()])
+        if counts[1] or counts[0] != len(batches) * self.runtime.world_size:
+            self._raise_together("", len(batches))
         return StepTotals(
-            weight=torch.tensor(total[:tasks], dtype=torch.float64),
-            rows=int(counts[0]),
-            tokens=int(counts[1]),
-            flops_by_part={part: int(count) for part, count in zip(MODEL_PARTS, counts[2:], strict=True)},
+            weight=torch.tensor(weights, dtype=torch.float64),
+            rows=int(counts[2]),
+            tokens=int(counts[3]),
+            flops_by_part={part: int(count) for part, count in zip(MODEL_PARTS, counts[4:], strict=True)},
         )
 
-    def _raise_together(self, error: str, batches: int) -> None:
-        """Every rank learns which rank has what, and raises."""
+    def _exchange(self, weights: list[float], counts: list[int]) -> tuple[list[float], list[float]]:
+        """Sums over ranks of the weights by task and of [batches, errors, rows, tokens, FLOPs by part]."""
+        total = self.runtime.sum(torch.tensor([*weights, *counts], dtype=torch.float64)).tolist()
+        return total[: len(weights)], total[len(weights) :]
+
+    def stop_together(self, error: ValueError) -> NoReturn:
+        """Tell the other ranks, which are at the start of the same step, that this one cannot go on. Then raise."""
+        self._exchange([0.0] * len(self.tasks), [0, 1, 0, 0, *(0 for _ in MODEL_PARTS)])
+        self._raise_together(str(error), 0, cause=error)
+
+    def _raise_together(self, error: str, batches: int, *, cause: ValueError | None = None) -> NoReturn:
+        """Every rank learns which rank has what, and raises; the rank with the error raises the error itself."""
         errors = self.runtime.gather_text(error)
         counts = [int(text) for text in self.runtime.gather_text(str(batches))]
         step = self.position.step + 1
-        if error:
-            raise ValueError(f"step {step}: {error}")
+        if cause is not None:
+            raise cause
         for rank, text in enumerate(errors):
             if text:
                 raise RemoteError(f"step {step}: rank {rank} reported: {text}")

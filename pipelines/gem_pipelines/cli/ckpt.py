@@ -6,14 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from gem_pipelines.checkpoint_format import (
-    MANIFEST,
-    find_damage,
-    list_steps,
-    read_manifest,
-    state_digest,
-    step_directory,
-)
+from gem_pipelines.checkpoint_format import list_steps, step_directory
+from gem_pipelines.checkpoint_manifest import MANIFEST, find_damage, read_manifest, state_digest
 from gem_pipelines.cli.parser import Parser
 from gem_pipelines.errors import CheckpointError
 
@@ -53,11 +47,11 @@ def inspect(directories: list[Path]) -> int:
             {
                 "directory": str(directory),
                 "state_digest": state_digest(manifest),
-                "format_version": manifest["format_version"],
-                "bytes": sum(entry["bytes"] for entry in manifest["files"]),
-                "files": {entry["name"]: entry["bytes"] for entry in manifest["files"]},
-                "tensors": {key: f"{entry['dtype']} {entry['shape']}" for key, entry in manifest["tensors"].items()},
-                "about": manifest["about"],
+                "format_version": list(manifest.format_version),
+                "bytes": sum(entry.bytes for entry in manifest.files),
+                "files": {entry.name: entry.bytes for entry in manifest.files},
+                "tensors": {key: f"{entry.dtype} {list(entry.shape)}" for key, entry in manifest.tensors.items()},
+                "about": manifest.about,
             }
         )
     print(json.dumps(shown[0] if len(shown) == 1 else shown, indent=2))

@@ -1,0 +1,88 @@
+"""AdamW against its formula, the schedule by hand, clipping, decay, and the state."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gem_pipelines.config import OptimizerConfig
+from gem_pipelines.optimizer import DenseOptimizer, learning_rate_factor
+from torch import nn
+
+
+def factors(schedule: str, *, warmup: int, total: int, floor: float = 0.0) -> list[float]:
+    return [
+        learning_rate_factor(step, warmup_steps=warmup, total_steps=total, schedule=schedule, floor=floor)
+        for step in range(total + 2)
+    ]
+
+
+def test_schedules_by_hand():
+    assert factors("constant", warmup=4, total=5) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]
+    half = 0.5 * (1 + math.cos(math.pi * 0.25))
+    cosine = factors("cosine", warmup=2, total=6, floor=0.1)
+    assert cosine == pytest.approx([0.5, 1.0, 1.0, 0.1 + 0.9 * half, 0.55, 0.1 + 0.9 * (1 - half), 0.1, 0.1])
+    with pytest.raises(ValueError, match=r"'linear'.*'constant', 'cosine'"):
+        factors("linear", warmup=0, total=3)
+
+
+def make(config: OptimizerConfig, *, seed: int = 0) -> tuple[nn.Module, DenseOptimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    return model, DenseOptimizer(model.named_parameters(), config, total_steps=10)
+
+
+def set_gradients(model: nn.Module, seed: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * scale
+
+
+def test_one_step_is_adamw_with_decay_of_matrices_only():
+    config = OptimizerConfig(lr=0.1, weight_decay=0.5, max_grad_norm=None, warmup_steps=2, schedule="constant")
+    model, optimizer = make(config)
+    before = {name: p.detach().double().clone() for name, p in model.named_parameters()}
+    set_gradients(model, 1)
+    gradients = {name: p.grad.double().clone() for name, p in model.named_parameters()}
+    lr, norm = optimizer.step(0)
+    assert lr == 0.05
+    assert norm == pytest.approx(math.sqrt(sum(float((g**2).sum()) for g in gradients.values())), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        g, w = gradients[name], before[name]
+        decayed = w * (1 - lr * config.weight_decay) if w.ndim >= 2 else w
+        expected = decayed - lr * g / (g.abs() + config.eps)  # first step: both moments are g and g^2 after correction
+        torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-5, atol=1e-6)
+        assert parameter.grad is None
+
+
+def test_clipping_scales_to_the_limit():
+    config = OptimizerConfig(
+        lr=0.1, max_grad_norm=0.5, weight_decay=0.0, schedule="constant", betas=(0.0, 0.0), eps=1.0
+    )
+    model, optimizer = make(config)
+    before = [p.detach().clone() for p in model.parameters()]
+    set_gradients(model, 2, scale=10.0)
+    gradients = [p.grad.clone() for p in model.parameters()]
+    _, norm = optimizer.step(0)
+    assert norm > 5
+    for parameter, w, g in zip(model.parameters(), before, gradients, strict=True):
+        clipped = g * 0.5 / norm
+        torch.testing.assert_close(parameter.detach(), w - 0.1 * clipped / (clipped.abs() + 1.0), rtol=1e-5, atol=1e-6)
+
+
+def test_state_continues_bit_for_bit():
+    config = OptimizerConfig(lr=0.01, warmup_steps=3)
+    model, optimizer = make(config)
+    for step in range(3):
+        set_gradients(model, step)
+        optimizer.step(step)
+    copy, resumed = make(config, seed=9)
+    copy.load_state_dict(model.state_dict())
+    resumed.load_state_tensors({key: value.clone() for key, value in optimizer.state_tensors().items()})
+    assert set(optimizer.state_tensors()) == set(optimizer.expected_shapes())
+    for step in range(3, 6):
+        set_gradients(model, step)
+        set_gradients(copy, step)
+        assert optimizer.step(step) == resumed.step(step)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters(), strict=True))
