@@ -88,8 +88,25 @@ class HelpDirective(Directive):
         return [nodes.literal_block(text, text, language="text")]
 
 
+class DatasetsDirective(Directive):
+    """`gemline-datasets`: every data set known by name, what it is, and its options."""
+
+    def run(self) -> list[nodes.Node]:
+        import gem_datasets
+
+        lines = []
+        for name in gem_datasets.names():
+            options = gem_datasets.options_type(name)
+            about = inspect.getdoc(inspect.getmodule(options)) or ""
+            lines += [f"{name}: {' '.join(about.split(chr(10) * 2)[0].split())}"]
+            lines += [f"    {field.name}={field.default}" for field in dataclasses.fields(options)] + [""]
+        text = "\n".join(lines).strip()
+        return [nodes.literal_block(text, text, language="text")]
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", keep_layout)
     app.connect("autodoc-process-signature", short_signature)
     app.add_directive("gemline-help", HelpDirective)
+    app.add_directive("gemline-datasets", DatasetsDirective)

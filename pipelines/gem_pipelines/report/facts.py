@@ -102,19 +102,30 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def floors(run: RunData) -> tuple[Floor, ...]:
-    """Floors and, last, the best possible NE, from the end record."""
-    if run.end is None:
-        return ()
-    found = [
-        Floor(name=f"floor: {name}", ne=number(v.get("ne")), auc=number(v.get("auc")), task=v.get("task"))
-        for name, v in run.end["floors"].items()
-    ]
-    best = number(run.end.get("best_ne"))
-    if math.isfinite(best):
-        # The run states it for its first task, the one its floors are for.
-        task = run.tasks[0] if run.tasks else None
-        found.append(Floor(name="best possible", ne=best, auc=math.nan, task=task))
+    """Floors from the end record and, last, the best possible NE of every task for which it is known."""
+    found = []
+    if run.end is not None:
+        found = [
+            Floor(name=f"floor: {name}", ne=number(v.get("ne")), auc=number(v.get("auc")), task=v.get("task"))
+            for name, v in run.end["floors"].items()
+        ]
+    found += [Floor(name="best possible", ne=ne, auc=math.nan, task=task) for task, ne in best_possible(run).items()]
     return tuple(found)
+
+
+def best_possible(run: RunData) -> dict[str, float]:
+    """Task -> the NE of the planted truth, where the data set knows it.
+
+    Data that knows it says so in its facts, for every task; the end record repeats it for the first task.
+    """
+    data = run.start.get("data")
+    facts = data.get("facts") if isinstance(data, dict) else None
+    known = facts.get("best_ne") if isinstance(facts, dict) else None
+    found = {task: number(ne) for task, ne in known.items()} if isinstance(known, dict) else {}
+    stated = number(run.end.get("best_ne")) if run.end is not None else math.nan
+    if math.isfinite(stated) and run.tasks:
+        found[run.tasks[0]] = stated
+    return {task: ne for task, ne in found.items() if math.isfinite(ne)}
 
 
 def all_tables(run: RunData) -> tuple[Table, ...]:
@@ -361,7 +372,7 @@ def _split_facts(split: dict[str, Any]) -> dict[str, str]:
             f"{plain(_inner(split, 'streams', stream, 'mean'), 1)}, {count(longest)}"
         )
     facts["files"] = count(split.get("files"))
-    facts["size"] = f"{number(split.get('bytes')) / 2**20:,.1f} MiB" if "bytes" in split else UNKNOWN
+    facts["size"] = quantity(split.get("bytes"), "B")
     return facts
 
 

@@ -55,11 +55,13 @@ th, td { text-align: left; padding: 6px 14px 6px 0; border-bottom: 1px solid var
 th { color: var(--soft); font-weight: 600; white-space: nowrap; }
 td.number, th.number { text-align: right; white-space: nowrap; }
 td { overflow-wrap: anywhere; min-width: 4.5em; }
+td:first-child { min-width: 9em; }
 tr:last-child td { border-bottom: 0; }
 details.card { margin-top: 12px; }
 summary { cursor: pointer; font-weight: 600; }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere;
   font: .875rem/1.5 ui-monospace, "DejaVu Sans Mono", monospace; }
+@media (max-width: 600px) { main { padding: 16px 10px 32px; } .card { padding: 12px 10px; } }
 @media print { body { background: none; } .card { break-inside: avoid; } }
 """
 

@@ -81,7 +81,7 @@ def ne_panel(run: RunData) -> Panel:
             if task in window:
                 x, y = thin(run.train.steps, window[task])
                 axes.plot(x, y, color=SERIES[index], linewidth=1.1, label=f"{shorten(task, 14)}: train window")
-                seen += y[len(y) // 10 :].tolist()
+                seen += y[len(y) // 2 :].tolist()  # the first steps would squeeze everything else
             if task in evals:
                 x, y = evals[task]
                 marker = "o" if len(x) <= 40 else ""
@@ -107,7 +107,8 @@ def ne_panel(run: RunData) -> Panel:
 def _draw_levels(axes: Axes, levels: list[Floor]) -> None:
     for index, floor in enumerate(levels):
         style = DASHES[1 + index % (len(DASHES) - 1)]
-        label = f"{shorten(floor.name, 20)} {floor.ne:.4g}"
+        name = f"best, {floor.task}" if floor.name == "best possible" and floor.task else floor.name
+        label = f"{shorten(name, 20)} {floor.ne:.4g}"
         axes.axhline(floor.ne, color=INK, linewidth=1.2, linestyle=style, label=label)
 
 
@@ -130,23 +131,23 @@ def calibration_panel(curves: TaskCurves, index: int) -> Panel:
 
     def paint(figure: Figure) -> None:
         axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[3.2, 1])
-        top = min(1.0, max(predicted.max(), (rate + error).max()) * 1.05)
-        low = max(0.0, min(predicted.min(), (rate - error).min()) * 0.95)
-        if top - low < 1e-9:
-            low, top = max(0.0, low - 0.01), min(1.0, top + 0.01)
-        axes.plot([low, top], [low, top], color=INK, linewidth=1, linestyle=DASHES[1], label="perfect")
+        left, right = _room(curves.bins[0].low, curves.bins[-1].high)
+        bottom, top = _room(min(predicted.min(), (rate - error).min()), max(predicted.max(), (rate + error).max()))
+        axes.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=DASHES[1], label="perfect")
         axes.errorbar(predicted, rate, yerr=error, color=colour, marker="o", markersize=4, elinewidth=1, label="model")
-        axes.set_xlim(low, top)
-        axes.set_ylim(low, top)
+        axes.set_xlim(left, right)
+        axes.set_ylim(bottom, top)
         axes.set_ylabel("observed rate")
         axes.legend(loc="upper left")
-        edges = np.array([curves.bins[0].low, *(b.high for b in curves.bins)]).clip(low, top)
-        starts = np.array([b.low for b in curves.bins]).clip(low, top)
-        widths = np.maximum(np.minimum(edges[1:], [*starts[1:], np.inf]) - starts, (top - low) / 400)
+        starts = np.array([b.low for b in curves.bins])
+        # A bin ends where the next begins, or where its own predictions end, if that comes first.
+        ends = np.minimum([b.high for b in curves.bins], [*starts[1:], np.inf])
+        widths = np.maximum(ends - starts, (right - left) / 400)
         below.bar(starts, count, widths, align="edge", color=colour, alpha=0.55, edgecolor=INK, linewidth=0.5)
         below.set_ylabel("rows")
         below.set_xlabel("mean prediction of the bin")
         below.set_ylim(0, count.max() * 1.15)
+        below.xaxis.set_major_locator(MaxNLocator(6))
         below.yaxis.set_major_locator(MaxNLocator(2))
         below.yaxis.set_major_formatter(axis_number)
 
@@ -155,6 +156,12 @@ def calibration_panel(curves: TaskCurves, index: int) -> Panel:
         "two standard errors. Points on the dashed line are calibrated."
     )
     return draw(f"calibration-{index}", title, caption, paint, height=3.7)
+
+
+def _room(low: float, high: float) -> tuple[float, float]:
+    """Limits of an axis of probabilities that shows [low, high] with some room."""
+    room = max((high - low) * 0.05, 1e-4)
+    return max(0.0, low - room), min(1.0, high + room)
 
 
 def roc_panel(run: RunData, all_curves: tuple[TaskCurves, ...]) -> Panel:
@@ -188,6 +195,7 @@ def length_panel(summaries: tuple[LengthSummary, ...]) -> Panel:
     title = "Lengths of the event streams"
     if not summaries:
         return _absent(title, "The start record holds no lengths of streams.")
+    wide = max(summary.length.max() for summary in summaries) > 50
 
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
@@ -204,13 +212,15 @@ def length_panel(summaries: tuple[LengthSummary, ...]) -> Panel:
         axes.set_xlabel("share of rows with at most this length")
         axes.set_ylabel("events per row")
         axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-        if max(summary.length.max() for summary in summaries) > 0:
+        if wide:
             axes.set_yscale("symlog", linthresh=10)
         axes.yaxis.set_major_formatter(axis_number)
         axes.set_ylim(bottom=0)
         axes.legend(loc="upper left")
 
-    caption = "Quantiles, one line a stream. The scale is linear up to 10 events and logarithmic above."
+    caption = "Quantiles of the training split, one line a stream."
+    if wide:
+        caption += " The scale is linear up to 10 events and logarithmic above."
     return draw("lengths", title, caption + _more(len(summaries)), paint)
 
 
@@ -231,7 +241,7 @@ def parts_panel(run: RunData, group: str, title: str, caption: str, *, seconds: 
         axes.invert_yaxis()
         for row, value in enumerate(values):
             text = f"{value * 1e3:.3g} ms" if seconds else axis_number(value)
-            axes.text(value / total + 0.012, row, f"{value / total:.1%}  ({text})", va="center", fontsize=9)
+            axes.text(value / total + 0.012, row, f"{value / total:.1%}  ({text})", va="center", fontsize=9.5)
         axes.set_xlim(0, min(1.0, values.max() / total) * 1.0 + 0.36)
         axes.set_xticks([tick for tick in (0, 0.2, 0.4, 0.6, 0.8, 1) if tick <= values.max() / total + 0.2])
         axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
@@ -306,5 +316,5 @@ def memory_panel(run: RunData) -> Panel:
         axes.set_xlabel("seconds of training" if timed else "step")
         axes.axhline(y.max(), color=GRID, linewidth=0.8)
 
-    peak = f"Largest value: {np.nanmax(memory) / size:.2f} {unit}."
+    peak = f"Largest value: {np.nanmax(memory) / size:.4g} {unit}."
     return draw("memory", title, f"Memory of the process as the train records state it. {peak}", paint)

@@ -11,7 +11,7 @@ import numpy as np
 from gem_pipelines.report import panels as draw
 from gem_pipelines.report.curves import TaskCurves, read_curves
 from gem_pipelines.report.drawing import Panel
-from gem_pipelines.report.facts import all_tables, count, floors, length_summaries, number, plain, quantity
+from gem_pipelines.report.facts import all_tables, best_possible, count, floors, length_summaries, plain, quantity
 from gem_pipelines.report.markdown import render_markdown
 from gem_pipelines.report.page import render_page
 from gem_pipelines.report.run_data import RunData, read_run
@@ -85,9 +85,8 @@ def _tiles(run: RunData) -> tuple[tuple[str, str], ...]:
     levels = [floor for floor in floors(run) if math.isfinite(floor.ne) and floor.name.startswith("floor: ")]
     if levels:
         tiles.append(("NE of the best floor", plain(min(floor.ne for floor in levels))))
-    best_ne = number(run.end.get("best_ne")) if run.end else math.nan
-    if math.isfinite(best_ne):
-        tiles.append(("best possible NE", plain(best_ne)))
+    for task, ne in list(best_possible(run).items())[:1]:
+        tiles.append((f"best possible NE, {task}", plain(ne)))
     rate = run.train.column("samples_per_s")
     if np.isfinite(rate).any():
         tiles.append(("samples/s, median step", quantity(np.nanmedian(rate))))
