@@ -14,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from gem_data.interface import Schema
-from gem_datasets import floors as counting
 
 WARM_UP_STEPS = 3
 
@@ -79,6 +78,8 @@ def counting_floors(data: Path, schema: Schema, task: str, row_limit: int) -> di
     """Name -> {"auc", "ne", "task"} of every floor that can be computed; {} beyond `row_limit` rows."""
     if sum(file.rows for file in schema.files) > row_limit:
         return {}
+    from gem_datasets import floors as counting
+
     tables = {split: _read_split(data, schema, split) for split in ("train", "eval")}
     found: dict[str, dict[str, Any]] = {}
     for name, compute in (("logistic", counting.logistic_floor), ("running rate", counting.running_rate_floor)):

@@ -61,17 +61,24 @@ def test_json_with_an_unknown_key_is_refused():
 
 def test_overrides_change_what_they_name_and_nothing_else():
     config = find_recipe("debug")
-    changed = apply_overrides(
-        config,
-        "--optimizer.lr 2e-3 --train.steps=7 --data.shuffle False --optimizer.max-grad-norm None "
-        "--model.stream.blocks hstu pffn --train.task-weights 1 0.5".split(),
-    )
+    first = ["--optimizer.lr", "2e-3", "--train.steps=7", "--data.shuffle", "False"]
+    second = [
+        "--optimizer.max-grad-norm",
+        "None",
+        "--model.stream.blocks",
+        "hstu",
+        "pffn",
+        "--train.task-weights",
+        "1",
+        "2",
+    ]
+    changed = apply_overrides(apply_overrides(config, first), second)
     before, after = flatten(config), flatten(changed)
     assert {key: after[key] for key in after if after[key] != before[key]} == {
         "optimizer.lr": 2e-3,
         "optimizer.max_grad_norm": None,
         "train.steps": 7,
-        "train.task_weights": (1.0, 0.5),
+        "train.task_weights": (1.0, 2.0),
         "data.shuffle": False,
         "model.stream.blocks": ("hstu", "pffn"),
     }

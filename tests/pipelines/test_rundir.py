@@ -1,0 +1,87 @@
+"""The run directory and where records go."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from gem_pipelines.errors import RunError
+from gem_pipelines.recipes import find_recipe
+from gem_pipelines.rundir import RunDirectory, json_line, read_records
+from gem_pipelines.sinks import Sinks, curves
+
+
+@pytest.fixture
+def directory(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create(find_recipe("debug"), command="gemline train --recipe debug")
+    return run
+
+
+def test_config_comes_back(directory):
+    assert directory.read_config() == find_recipe("debug")
+    assert (directory.path / "command.txt").read_text() == "gemline train --recipe debug\n"
+    assert json.loads((directory.path / "versions.json").read_text())["interfaces"]["gem_data"][0] >= 1
+
+
+def test_a_run_is_not_overwritten(directory):
+    with pytest.raises(RunError, match=r"holds a run already.*--resume"):
+        directory.check_unused()
+    RunDirectory(directory.path / "new").check_unused()
+
+
+def test_nothing_to_resume(tmp_path):
+    with pytest.raises(RunError, match="holds no run to resume"):
+        RunDirectory(tmp_path).read_config()
+
+
+def test_records_after_the_checkpoint_are_forgotten(directory):
+    lines = [{"kind": "start"}, *({"kind": "train", "step": s} for s in (1, 2, 3)), {"kind": "eval", "step": 3}]
+    lines += [{"kind": "end", "step": 2}]
+    directory.metrics_file.write_text("".join(map(json_line, lines)) + '{"kind": "train", "st')
+    directory.forget_after(2)
+    assert read_records(directory.metrics_file) == lines[:3]
+
+
+def test_a_broken_line_in_the_middle_is_an_error(directory):
+    directory.metrics_file.write_text('{"kind": "start"}\n{"kind"\n{"kind": "train", "step": 1}\n')
+    with pytest.raises(RunError, match="line 2"):
+        read_records(directory.metrics_file)
+
+
+def test_undefined_numbers_are_null():
+    record = {"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": None}}
+    assert json.loads(json_line(record)) == {"a": None, "b": [None, 1.5], "c": {"d": None}}
+
+
+RECORD = {"kind": "train", "step": 4, "loss": 0.5, "window_ne": {"click": 0.9, "buy": None}, "time": "now"}
+
+
+def test_curves_leave_out_what_is_not_a_number():
+    assert curves(RECORD) == [("train/loss", 0.5), ("train/window_ne/click", 0.9)]
+
+
+def test_tensorboard_beside_json_lines(directory):
+    sinks = Sinks(directory, tensorboard=True, first_step=0, say=pytest.fail)
+    sinks.write(RECORD)
+    sinks.close()
+    assert read_records(directory.metrics_file) == [RECORD]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory.path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(4, 0.5)]
+    assert sorted(events.Tags()["scalars"]) == ["train/loss", "train/window_ne/click"]
+
+
+def test_without_tensorboard_it_says_so_once_and_goes_on(directory, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    said = []
+    sinks = Sinks(directory, tensorboard=True, first_step=0, say=said.append)
+    for _ in range(3):
+        sinks.write(RECORD)
+    sinks.close()
+    assert len(said) == 1
+    assert "TensorBoard events are not written" in said[0]
+    assert len(read_records(directory.metrics_file)) == 3
