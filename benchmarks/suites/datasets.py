@@ -1,0 +1,5 @@
+"""asv benchmarks of the cases "datasets.*"."""
+
+from suites import fill
+
+fill(globals(), "datasets")

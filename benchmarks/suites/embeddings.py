@@ -1,0 +1,5 @@
+"""asv benchmarks of the cases "embeddings.*"."""
+
+from suites import fill
+
+fill(globals(), "embeddings")

@@ -1,0 +1,5 @@
+"""asv benchmarks of the cases "imports.*"."""
+
+from suites import fill
+
+fill(globals(), "imports")

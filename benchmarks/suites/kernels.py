@@ -1,0 +1,5 @@
+"""asv benchmarks of the cases "kernels.*"."""
+
+from suites import fill
+
+fill(globals(), "kernels")

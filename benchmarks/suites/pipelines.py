@@ -1,0 +1,5 @@
+"""asv benchmarks of the cases "pipelines.*"."""
+
+from suites import fill
+
+fill(globals(), "pipelines")

@@ -1,0 +1,165 @@
+"""asv, driven without questions: a machine entry, a configuration with absolute paths, results read and merged.
+
+Why a configuration of our own beside benchmarks/asv.conf.json: a comparison's raw results do not belong into the record
+(results/ is for commits that somebody chose to record), and a plant is tried in a clone of the repository, with this
+tree's benchmarks as the ruler. Why not `asv machine`: on a machine it does not know, it drops every value that equals
+its own guess, so that a name alone leaves an entry without processor or memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+SCRATCH = BENCHMARKS / "env" / "gate"
+THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
+
+
+class GateError(RuntimeError):
+    """The gate could not do its work; neither passed nor failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workplace:
+    """Where one asv call works: which repository it measures and where its results go."""
+
+    repo: Path = ROOT
+    results: Path = SCRATCH / "results"
+    html: Path = BENCHMARKS / "html"
+
+    def config(self) -> Path:
+        """Write the configuration of this workplace; returns its path."""
+        tree = json.loads((BENCHMARKS / "asv.conf.json").read_text())
+        tree |= {
+            "repo": str(self.repo),
+            "pythons": [f"{sys.version_info.major}.{sys.version_info.minor}"],
+            "benchmark_dir": str(BENCHMARKS / "suites"),
+            "env_dir": str(BENCHMARKS / "env"),
+            "results_dir": str(self.results),
+            "html_dir": str(self.html),
+            "install_command": [f"python {BENCHMARKS / 'install.py'} {{wheel_file}}"],
+        }
+        self.results.mkdir(parents=True, exist_ok=True)
+        path = self.results.parent / f"asv-{self.results.name}.conf.json"
+        path.write_text(json.dumps(tree, indent=1))
+        return path
+
+
+def machine_values() -> dict[str, str]:
+    """What asv shall call this machine: a name made of its processor, never the host's."""
+    from asv.machine import Machine
+
+    defaults = Machine.get_defaults()
+    slug = re.sub(r"[^a-z0-9]+", "-", defaults["cpu"].lower()).strip("-") or "unknown"
+    return {
+        **defaults,
+        "machine": f"cpu-{defaults['num_cpu']}x-{slug}",
+        "os": platform.system(),
+        "gpu": "none",
+    }
+
+
+def write_machine(values: Mapping[str, str] | None = None) -> str:
+    """Make asv know this machine, without a question; returns the name."""
+    from asv.machine import MachineCollection
+
+    values = dict(values or machine_values())
+    MachineCollection.save(values["machine"], values)
+    return values["machine"]
+
+
+def asv(workplace: Workplace, *arguments: str, allowed: Sequence[int] = (0,), quiet: bool = False) -> int:
+    """Run asv; its exit code, which must be one of `allowed`."""
+    command = [sys.executable, "-m", "asv", "--config", str(workplace.config()), *arguments]
+    environment = {**os.environ, **THREADS, "PYTHONHASHSEED": "0"}
+    output = subprocess.PIPE if quiet else None
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode not in allowed:
+        raise GateError(f"asv {' '.join(arguments)} ended with code {done.returncode}\n{done.stdout or ''}")
+    return done.returncode
+
+
+def git(*arguments: str, repo: Path = ROOT) -> str:
+    """Output of a git command in `repo`."""
+    done = subprocess.run(["git", *arguments], cwd=repo, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise GateError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def continuous(workplace: Workplace, base: str, head: str, *, cases: str, rounds: int | None = None) -> None:
+    """`asv continuous`, its rounds interleaved (base head, head base, ...), samples kept; fills workplace.results.
+
+    Its own verdict (one factor for all) is not used: ours needs a ratio per case, and reads the samples it stored.
+    """
+    shutil.rmtree(workplace.results, ignore_errors=True)
+    options = ["--attribute", f"rounds={rounds}"] if rounds else []
+    asv(
+        workplace,
+        *("continuous", "--interleave-rounds", "--record-samples", "--show-stderr", "--machine", write_machine()),
+        *("--bench", f"^({cases})\\.time_cpu$", *options, base, head),
+        allowed=(0, 1, 2),
+    )
+
+
+def result_files(results: Path) -> list[Path]:
+    """Result files below a results directory, without machine.json and benchmarks.json."""
+    return sorted(path for path in results.glob("*/*.json") if path.name != "machine.json")
+
+
+def load(path: Path) -> Any:
+    """asv's Results of one file."""
+    from asv.results import Results
+
+    return Results.load(str(path), machine_name=path.parent.name)
+
+
+def samples_of(results: Path, commit: str) -> dict[str, list[float]]:
+    """Case -> all samples in seconds, of one commit; cases that failed there are absent."""
+    found: dict[str, list[float]] = {}
+    for path in result_files(results):
+        result = load(path)
+        if result.commit_hash != commit:
+            continue
+        for name in result.get_all_result_keys():
+            samples = result.get_result_samples(name, [])
+            if name.endswith(".time_cpu") and samples and samples[0]:
+                found[name.removesuffix(".time_cpu")] = samples[0]
+    return found
+
+
+def estimate(samples: Sequence[float]) -> float:
+    """One number for many samples of a time: the median."""
+    return statistics.median(samples)
+
+
+def merge(source: Path, target: Path = RESULTS) -> list[Path]:
+    """Copy results, machines and the list of benchmarks into the record; the newer entry of a name wins."""
+    known_path = target / "benchmarks.json"
+    known = json.loads(known_path.read_text()) if known_path.exists() else {}
+    known |= json.loads((source / "benchmarks.json").read_text())
+    copied = []
+    for path in result_files(source):
+        folder = target / path.parent.name
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / path.name)
+        shutil.copyfile(path.parent / "machine.json", folder / "machine.json")
+        copied.append(folder / path.name)
+    version = known.pop("version")
+    known_path.write_text(json.dumps({**dict(sorted(known.items())), "version": version}, indent=1) + "\n")
+    return copied

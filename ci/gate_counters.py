@@ -1,0 +1,106 @@
+"""The exact half of the gate: take the counters of this tree, read and write their record.
+
+The record names the versions it was taken with: another torch has other operators, so figures are compared only where
+the versions agree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from gate_asv import BENCHMARKS, THREADS, GateError
+
+KERNELS = "kernels"
+PINNED = ("torch", "torchrec", "triton")
+
+Counters = dict[str, dict[str, int]]
+
+
+def versions() -> dict[str, str]:
+    """What decides how many operators an operation is."""
+    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for name in PINNED:
+        try:
+            found[name] = version(name).partition("+")[0]
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def take(pattern: str = ".*") -> Counters:
+    """Counters of the cases whose names match; GateError names every case that failed its check.
+
+    Compiling the kernels takes as long as all the rest, so it is done beside it, in a process of its own.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "kernels.json"
+        command = [sys.executable, "-W", "ignore", __file__, pattern, str(output)]
+        beside = subprocess.Popen(command, env={**os.environ, **THREADS})
+        taken, wrong = take_here(pattern, KERNELS, inverted=True)
+        if beside.wait() != 0:
+            raise GateError("the process that compiles the kernels died; its message is above")
+        more, more_wrong = json.loads(output.read_text())
+    if wrong or more_wrong:
+        raise GateError("no figures without a right result:\n  " + "\n  ".join([*wrong, *more_wrong]))
+    return {**taken, **more}
+
+
+def take_here(pattern: str, package: str, *, inverted: bool) -> tuple[Counters, list[str]]:
+    """Counters of the matching cases of one package (inverted: of all others), and what went wrong."""
+    os.environ.update(THREADS)
+    sys.path.insert(0, str(BENCHMARKS))
+    import torch
+    from cases import all_cases, figures
+
+    torch.set_num_threads(1)
+    taken: Counters = {}
+    wrong = []
+    for case in all_cases():
+        if (case.package == package) == inverted or not re.search(pattern, case.name):
+            continue
+        try:
+            taken[case.name] = figures(case)
+        except Exception as error:
+            wrong.append(f"{case.name}: {type(error).__name__}: {str(error)[-800:]}")
+    return taken, wrong
+
+
+def flatten(counters: Counters) -> dict[str, float]:
+    """{"case": {"ops": 3}} -> {"case/ops": 3}."""
+    return {f"{case}/{name}": value for case, figures in counters.items() for name, value in figures.items()}
+
+
+def read_record(path: Path, pattern: str = ".*") -> Counters:
+    """The recorded counters of matching cases, if they were taken with the versions at hand."""
+    if not path.exists():
+        raise GateError(f"{path.name} does not exist: record the counters first with   python ci/gate.py record")
+    tree: dict[str, Any] = json.loads(path.read_text())
+    here = versions()
+    if tree["versions"] != here:
+        raise GateError(
+            f"{path.name} was taken with {tree['versions']}, this environment has {here}: "
+            "run inside nox (./ci/nox -s gate), or record anew after a change of versions"
+        )
+    return {case: figures for case, figures in tree["cases"].items() if re.search(pattern, case)}
+
+
+def record_counters(path: Path) -> None:
+    """Take all counters and write them as the record, whole or not at all."""
+    tree = {"versions": versions(), "cases": take()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(tree, indent=1) + "\n")
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(take_here(sys.argv[1], KERNELS, inverted=False)))

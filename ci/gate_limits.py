@@ -1,0 +1,87 @@
+"""ci/limits.toml: how far a figure may move, per case, each with the reason.
+
+    [default]                      counters and times without an entry of their own
+    [counters."case/counter"]      ratio, reason: written by hand
+    [times."case"]                 ratio, reason: written by `ci/gate.py noise`, below the MARK; do not edit
+
+How a time's ratio follows from noise: see `ratio_from_noise`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = "# ---- measured by `ci/gate.py noise`; do not edit below ----"
+SMALLEST_TIME_RATIO = 1.03
+SPREADS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Ratios by key, and the defaults."""
+
+    default_counters: float
+    default_times: float
+    counters: Mapping[str, float]
+    times: Mapping[str, float]
+
+    def of_counter(self, key: str) -> float:
+        """Ratio of "<case>/<counter>"."""
+        return self.counters.get(key, self.default_counters)
+
+    def of_time(self, case: str) -> float:
+        """Ratio of the time of a case."""
+        return self.times.get(case, self.default_times)
+
+
+def read_limits(path: Path) -> Limits:
+    """Read and check the file; ValueError names the entry without a ratio above 1 or without a reason."""
+    tree = tomllib.loads(path.read_text())
+    for section in ("counters", "times"):
+        for key, entry in tree.get(section, {}).items():
+            if not (isinstance(entry.get("ratio"), int | float) and entry["ratio"] > 1 and entry.get("reason")):
+                raise ValueError(f"{path.name}: {section}.{key!r} needs a ratio above 1 and a reason, has {entry}")
+    ratios = {
+        section: {key: float(entry["ratio"]) for key, entry in tree.get(section, {}).items()}
+        for section in ("counters", "times")
+    }
+    return Limits(
+        default_counters=float(tree["default"]["counters"]),
+        default_times=float(tree["default"]["times"]),
+        counters=ratios["counters"],
+        times=ratios["times"],
+    )
+
+
+def ratio_from_noise(ratios: Sequence[float]) -> tuple[float, str]:
+    """(limit, reason) from the ratios that comparisons of equal commits gave.
+
+    The limit is 1 + the larger of SPREADS standard deviations of log(ratio) around 0 and 1.25 times the largest
+    departure seen, and never below SMALLEST_TIME_RATIO. Five deviations: a gate of 30 cases run 20 times makes 600
+    comparisons, and noise of a shared machine has longer tails than the normal law.
+
+    >>> ratio_from_noise([1.0, 1.01, 0.99, 1.005])[0]
+    1.038
+    """
+    logs = [math.log(ratio) for ratio in ratios]
+    deviation = math.sqrt(statistics.fmean(log * log for log in logs))
+    largest = max(abs(log) for log in logs)
+    limit = max(math.exp(max(SPREADS * deviation, 1.25 * largest)), SMALLEST_TIME_RATIO)
+    limit = math.ceil(limit * 1000) / 1000
+    reason = f"{len(ratios)} comparisons of equal commits: deviation {deviation:.2%}, largest {math.expm1(largest):.2%}"
+    return limit, reason
+
+
+def write_times(path: Path, noise: Mapping[str, Sequence[float]]) -> None:
+    """Replace the measured part of the file."""
+    head = path.read_text().partition(MARK)[0].rstrip()
+    lines = [head, "", MARK, ""]
+    for case, ratios in sorted(noise.items()):
+        limit, reason = ratio_from_noise(ratios)
+        lines += [f'[times."{case}"]', f"ratio = {limit}", f'reason = "{reason}"', ""]
+    path.write_text("\n".join(lines))

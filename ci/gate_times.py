@@ -1,0 +1,111 @@
+"""The timed half of the gate: two commits on one machine in one job, by one ruler, through asv.
+
+Rounds are interleaved by asv (base head, head base, ...), so that a machine that slows down slows both. The ruler is
+the working tree's benchmarks; the commits are installed one after the other into one environment.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from gate_asv import (
+    RESULTS,
+    ROOT,
+    SCRATCH,
+    GateError,
+    Workplace,
+    asv,
+    continuous,
+    estimate,
+    git,
+    merge,
+    result_files,
+    samples_of,
+    write_machine,
+)
+
+Times = dict[str, float]
+
+
+def newest_recorded_ancestor(repo: Path) -> str:
+    """The newest commit before HEAD that has results of any machine in the record."""
+    recorded = {path.name.partition("-")[0] for path in result_files(RESULTS)}
+    for commit in git("rev-list", "--skip=1", "HEAD", repo=repo).split():
+        if commit[:8] in recorded:
+            return commit
+    raise GateError("no ancestor of HEAD has recorded results: name a base, e.g. GATE_BASE=main~1")
+
+
+def warn_about_uncommitted(repo: Path) -> None:
+    """asv measures commits; say so where the tree has more."""
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "packages", "pipelines", "datasets", repo=repo)
+    if changed:
+        print("gate: uncommitted changes are not measured:\n" + changed, file=sys.stderr)
+
+
+def compare_commits(
+    repo: Path, base: str, head: str, *, cases: str = ".*", rounds: int | None = None
+) -> tuple[Times, Times]:
+    """(case -> seconds at base, case -> seconds at head)."""
+    base, head = (git("rev-parse", f"{name}^{{commit}}", repo=repo) for name in (base, head))
+    if base == head:
+        raise GateError(f"base and head are the same commit {base[:8]}")
+    workplace = Workplace(repo=repo)
+    continuous(workplace, base, head, cases=cases, rounds=rounds)
+    sides = [samples_of(workplace.results, commit) for commit in (base, head)]
+    if not any(sides):
+        raise GateError(f"asv measured nothing for cases {cases!r}")
+    base_times, head_times = ({case: estimate(samples) for case, samples in side.items()} for side in sides)
+    return base_times, head_times
+
+
+def measure_noise(*, cases: str, runs: int, rounds: int | None) -> dict[str, list[float]]:
+    """Case -> ratios head / base of `runs` comparisons of HEAD with an empty commit on top of it."""
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        clone = clone_with_empty_commit(Path(folder) / "clone")
+        for number in range(1, runs + 1):
+            print(f"gate: comparison {number} of {runs}", file=sys.stderr, flush=True)
+            base, head = compare_commits(clone, "HEAD~1", "HEAD", cases=cases, rounds=rounds)
+            for case in base.keys() & head.keys():
+                found.setdefault(case, []).append(head[case] / base[case])
+    return found
+
+
+def clone_with_empty_commit(target: Path) -> Path:
+    """A clone of this repository whose HEAD changes nothing."""
+    git("clone", "--quiet", "--shared", str(ROOT), str(target))
+    commit(target, "Change nothing", "--allow-empty")
+    return target
+
+
+def commit(repo: Path, message: str, *options: str) -> str:
+    """Commit all changes of a scratch clone; the new commit."""
+    name = ("-c", "user.name=gate", "-c", "user.email=gate@localhost", "-c", "commit.gpgsign=false")
+    git(*name, "commit", "--quiet", "--no-verify", "--all", "-m", message, *options, repo=repo)
+    return git("rev-parse", "HEAD", repo=repo)
+
+
+def record_times(cases: str = ".*") -> list[Path]:
+    """Measure HEAD (times, and counters for the history) and add it to the record."""
+    workplace = Workplace(results=SCRATCH / "record")
+    for path in result_files(workplace.results):
+        path.unlink()
+    machine = write_machine()
+    asv(workplace, "run", "--show-stderr", "--machine", machine, "--bench", f"^({cases})\\.", "HEAD^!", allowed=(0, 2))
+    failures = [f"{path.name}: {name}" for path in result_files(workplace.results) for name in failed_in(path)]
+    if failures:
+        raise GateError("not recorded, these failed: " + ", ".join(failures))
+    return merge(workplace.results)
+
+
+def failed_in(path: Path) -> list[str]:
+    """Benchmarks of a result file without a value."""
+    from gate_asv import load
+
+    result = load(path)
+    values = {name: result.get_result_value(name, []) for name in result.get_all_result_keys()}
+    return [name for name, value in values.items() if value == [None] and not re.search("track_", name)]
