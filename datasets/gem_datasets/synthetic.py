@@ -5,7 +5,7 @@ possible NE on the evaluation rows is known and stands in the schema's facts bes
 be read against it. Same options, same bytes.
 
     logit(click) = intercept + affinity[type(profile), type(campaign)] + item bias + placement bias
-                   + sum over streams of weight * interest + 0.4 price - 0.3 quality^2 + 0.4 bid * [placement = 1]
+                   + sum over streams of weight * interest + 0.4 price - 0.3 quality^2 + 0.4 bid
                    + 0.3 cos(2 pi (hour - 20) / 24)
 
 `conversion` is a second, delayed label: it can only follow a click, its delay is exponential, and it counts when it
@@ -16,7 +16,9 @@ ones would bias the rate. Evaluation labels are collected until their windows ha
 Columns (all tables: id 0 = unknown, not drawn):
 
     label.click label.conversion weight.conversion
-    id.user id.profile id.item id.campaign id.topic id.placement id.hour
+    id.user                  only with `user_ids`: a user's id says nothing that the profile does not say, so it can
+                             only be overfitted; it is there for tables of any size
+    id.profile id.item id.campaign id.topic id.placement id.hour
     ids.interests            the user's three most likely topics (table topic; no effect beyond the streams)
     dense.price quality bid  standard normal; dense.noise: no effect; dense.events: log count of kept events,
                              standardized, no effect
@@ -56,6 +58,7 @@ from gem_datasets.synthetic_world import (
     Events,
     World,
     draw_cdf,
+    draw_preferred,
     interest,
     make_events,
     make_world,
@@ -70,6 +73,7 @@ class SyntheticOptions:
 
     rows             impressions, both splits together
     users, items     sizes of the id spaces
+    user_ids         add the scalar id.user
     streams          event streams, 1 to 4: organic, ads, search, pages
     max_length       latest events kept per stream
     seed             everything is drawn from it
@@ -81,15 +85,16 @@ class SyntheticOptions:
     window_hours     a conversion counts if it comes within this time
     """
 
-    rows: int = 120_000
-    users: int = 5_000
-    items: int = 2_000
+    rows: int = 250_000
+    users: int = 10_000
+    items: int = 1_000
+    user_ids: bool = False
     streams: int = 3
-    max_length: int = 48
+    max_length: int = 32
     seed: int = 0
     train_fraction: float = 0.8
     days: int = 14
-    click_rate: float = 0.15
+    click_rate: float = 0.2
     conversion_rate: float = 0.25
     delay_hours: float = 8.0
     window_hours: float = 24.0
@@ -141,7 +146,7 @@ def prepare(options: SyntheticOptions) -> PreparedData:
     planted = plant(world, rows, options)
     cut = split_rows(rows.time, options.train_fraction)
     labels = _labels(rows, planted, cut, options)
-    columns = _columns(world, events, rows, cut) | labels
+    columns = _columns(world, events, rows, cut, options) | labels
     facts = _facts(options, planted, labels, rows, cut)
     return build(_schema(options, world, events, facts), columns, cut)
 
@@ -155,7 +160,9 @@ def _impressions(world: World, events: list[Events], options: SyntheticOptions) 
     rng = _rng(options, 1)
     count = options.rows
     user = draw_cdf(np.cumsum(world.user_activity), rng.random(count))
-    item = draw_cdf(world.item_popularity_cdf, rng.random(count))
+    # Half of the traffic is targeted at the user's topics, half follows global popularity.
+    popular = draw_cdf(world.item_popularity_cdf, rng.random(count))
+    item = np.where(rng.random(count) < 0.5, draw_preferred(world, user, rng)[0], popular)
     # Three quarters of the traffic spread evenly, one quarter around 20:00.
     peak = (rng.normal(20.0, 3.0, count) % 24.0) * 3600.0
     second = np.where(rng.random(count) < 0.25, peak, rng.random(count) * DAY_S).astype(np.int64)
@@ -184,7 +191,7 @@ def plant(world: World, rows: Impressions, options: SyntheticOptions) -> Planted
         + weights @ rows.interests
         + 0.4 * price
         - 0.3 * quality**2
-        + 0.4 * bid * (rows.placement == 1)
+        + 0.4 * bid
         + 0.3 * np.cos(2.0 * np.pi * (hour - 20.0) / 24.0)
     )
     convert = world.conversion_affinity[kind_u, kind_i] - 0.4 * price + 0.5 * rows.interests[-1]
@@ -219,15 +226,16 @@ def _labels(rows: Impressions, planted: Planted, cut: int, options: SyntheticOpt
     return {"label.click": click, "label.conversion": conversion, "weight.conversion": weight}
 
 
-def _columns(world: World, events: list[Events], rows: Impressions, cut: int) -> dict[str, Any]:
-    kept = sum((spans.lengths() for spans in rows.spans), np.zeros(len(rows.time), dtype=np.int64))
+def _columns(
+    world: World, events: list[Events], rows: Impressions, cut: int, options: SyntheticOptions
+) -> dict[str, Any]:
+    kept = np.sum([spans.lengths() for spans in rows.spans], axis=0)
     dense = rows.dense | {"events": standardize(np.log1p(kept), cut)[0]}
     likely = np.argsort(-np.diff(world.user_topic_cdf, axis=1, prepend=0.0), axis=1, kind="stable")[:, :3]
     columns: dict[str, Any] = {
         "sample_id": np.arange(len(rows.time)),
         "user_id": rows.user + 1,
         "timestamp": rows.time,
-        "id.user": rows.user + 1,
         "id.profile": world.user_profile[rows.user] + 1,
         "id.item": rows.item + 1,
         "id.campaign": world.item_campaign[rows.item] + 1,
@@ -238,6 +246,8 @@ def _columns(world: World, events: list[Events], rows: Impressions, cut: int) ->
             values=(likely[rows.user] + 1).ravel(), offsets=np.arange(0, 3 * len(rows.time) + 1, 3)
         ),
     }
+    if options.user_ids:
+        columns["id.user"] = rows.user + 1
     columns |= {f"dense.{name}": values for name, values in dense.items()}
     for stream_events, spans in zip(events, rows.spans, strict=True):
         index = spans.index()
@@ -250,8 +260,8 @@ def _columns(world: World, events: list[Events], rows: Impressions, cut: int) ->
 
 
 def _schema(options: SyntheticOptions, world: World, events: list[Events], facts: dict[str, Any]) -> dict[str, Any]:
-    rows = {
-        "user": options.users + 1,
+    rows = {"user": options.users + 1} if options.user_ids else {}
+    rows |= {
         "profile": PROFILES + 1,
         "item": options.items + 1,
         "campaign": len(world.campaign_type) + 1,

@@ -4,12 +4,12 @@ Every effect on the click probability is a function of columns that the data set
 is the best that any model can reach and no hidden noise blurs the bound. The effects are few and low-dimensional on
 purpose: the number of samples a model needs grows with the number of free parameters behind the truth.
 
-    hidden type of a user     one of 8, given by the user's profile (64 visible profiles)
-    hidden type of an item    one of 8, given by the item's campaign (visible, items / 10 campaigns)
-    affinity                  8 x 8 matrix of rank 3 between the two
-    item bias                 normal, deviation 0.2, visible only through the id (power law: heads can be learned)
+    hidden type of a user     one of 4, given by the user's profile (32 visible profiles)
+    hidden type of an item    one of 4, given by the item's campaign (visible, items / 20 campaigns)
+    affinity                  4 x 4 matrix of rank 2 between the two
+    item bias                 normal, deviation 0.15, visible only through the id (power law: heads can be learned)
     interest                  per stream: tanh(sum over kept events of [event topic = item topic]
-                              * sum of the weights of its action bits * 2^(-age / half-life))
+                              * sum of the weights of its action bits / (1 + age / half-life))
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from gem_datasets.history import EventLog, Spans
 from gem_datasets.prepared import Floats, Ints
 
-TYPES, PROFILES, TOPICS, PLACEMENTS = 8, 64, 16, 4
+TYPES, PROFILES, TOPICS, PLACEMENTS = 4, 32, 8, 4
 DAY_S = 86400
 HISTORY_DAYS = 14
 
@@ -40,43 +40,43 @@ class StreamSpec:
     click_weight: float
 
 
-# Bit 0 is always set (the event happened). An ad seen and not clicked counts against its topic.
+# Bit 0 is always set (the event happened). An ad that was only seen says nothing: the mask must be read.
 STREAMS = (
     StreamSpec(
         name="organic",
         actions=("view", "like", "comment", "share"),
         action_rates=(1.0, 0.25, 0.08, 0.05),
         action_weights=(0.15, 0.5, 0.5, 0.8),
-        mean_events=40.0,
+        mean_events=24.0,
         half_life_days=3.0,
-        click_weight=0.9,
+        click_weight=1.2,
     ),
     StreamSpec(
         name="ads",
         actions=("impression", "click", "conversion"),
         action_rates=(1.0, 0.2, 0.04),
-        action_weights=(-0.25, 1.2, 0.5),
-        mean_events=24.0,
+        action_weights=(0.0, 1.2, 0.5),
+        mean_events=16.0,
         half_life_days=5.0,
-        click_weight=0.7,
+        click_weight=0.9,
     ),
     StreamSpec(
         name="search",
         actions=("query", "result_click"),
         action_rates=(1.0, 0.5),
         action_weights=(0.4, 0.4),
-        mean_events=12.0,
+        mean_events=10.0,
         half_life_days=1.0,
-        click_weight=0.8,
+        click_weight=0.9,
     ),
     StreamSpec(
         name="pages",
         actions=("visit", "follow"),
         action_rates=(1.0, 0.1),
         action_weights=(0.2, 0.8),
-        mean_events=20.0,
+        mean_events=16.0,
         half_life_days=7.0,
-        click_weight=0.5,
+        click_weight=0.6,
     ),
 )
 
@@ -101,7 +101,7 @@ class World:
 
 def make_world(users: int, items: int, rng: np.random.Generator) -> World:
     """Draw the hidden truth. User activity and item popularity follow power laws (exponents 0.8 and 1.0)."""
-    campaigns = max(items // 10, 1)
+    campaigns = max(items // 20, 1)
     return World(
         user_profile=draw_power_law(PROFILES, 0.5, users, rng),
         user_topic_cdf=np.cumsum(rng.dirichlet(np.full(TOPICS, 0.3), size=users), axis=1),
@@ -109,7 +109,7 @@ def make_world(users: int, items: int, rng: np.random.Generator) -> World:
         item_campaign=rng.integers(0, campaigns, items),
         item_topic=rng.integers(0, TOPICS, items),
         item_popularity_cdf=np.cumsum(rng.permutation(power_law(items, 1.0))),
-        item_bias=rng.normal(0.0, 0.2, items),
+        item_bias=rng.normal(0.0, 0.15, items),
         profile_type=rng.integers(0, TYPES, PROFILES),
         campaign_type=rng.integers(0, TYPES, campaigns),
         click_affinity=_low_rank(rng, deviation=0.8),
@@ -119,7 +119,7 @@ def make_world(users: int, items: int, rng: np.random.Generator) -> World:
 
 
 def _low_rank(rng: np.random.Generator, *, deviation: float) -> Floats:
-    matrix = rng.normal(size=(TYPES, 3)) @ rng.normal(size=(3, TYPES))
+    matrix = rng.normal(size=(TYPES, 2)) @ rng.normal(size=(2, TYPES))
     return deviation * (matrix - matrix.mean()) / matrix.std()
 
 
@@ -164,13 +164,7 @@ def make_events(world: World, spec: StreamSpec, start: int, stop: int, rng: np.r
     time = rng.integers(start, stop, len(user))
     log = EventLog.of(user, time)
     time = time[log.order]
-    topic = _user_topics(world, user, rng)
-    # Within a topic, popularity falls with the item's place in it: u^3 puts half of the draws on an eighth.
-    by_topic = np.argsort(world.item_topic, kind="stable")
-    sizes = np.bincount(world.item_topic, minlength=TOPICS)
-    first = np.cumsum(sizes) - sizes
-    place = (sizes[topic] * rng.random(len(user)) ** 3).astype(np.int64)
-    item = np.where(sizes[topic] > 0, by_topic[np.minimum(first[topic] + place, len(by_topic) - 1)], 0)
+    item, topic = draw_preferred(world, user, rng)
     bits = rng.random((len(spec.actions), len(user))) < np.array(spec.action_rates)[:, None]
     action = (bits * (1 << np.arange(len(spec.actions)))[:, None]).sum(axis=0)
     order = np.arange(len(user))
@@ -178,11 +172,22 @@ def make_events(world: World, spec: StreamSpec, start: int, stop: int, rng: np.r
     return Events(spec=spec, log=sorted_log, item=item, topic=topic, action=action, time=time)
 
 
-def _user_topics(world: World, user: Ints, rng: np.random.Generator) -> Ints:
-    """A topic per event from its user's distribution: one binary search in all users' distributions laid end to end."""
+def draw_preferred(world: World, user: Ints, rng: np.random.Generator) -> tuple[Ints, Ints]:
+    """An item in a topic that the user prefers, for every entry of `user`, and the item's topic.
+
+    The topic is drawn from the user's distribution: one binary search in all users' distributions laid end to end.
+    Within a topic, popularity falls with the item's place in it: u^3 puts half of the draws on an eighth.
+    """
     ends = (world.user_topic_cdf / world.user_topic_cdf[:, -1:]) + np.arange(len(world.user_topic_cdf))[:, None]
     flat = np.searchsorted(ends.ravel(), user + rng.random(len(user)), side="right")
-    return np.minimum(flat - user * TOPICS, TOPICS - 1)
+    topic = np.clip(flat - user * TOPICS, 0, TOPICS - 1)
+    by_topic = np.argsort(world.item_topic, kind="stable")
+    sizes = np.bincount(world.item_topic, minlength=TOPICS)
+    first = np.cumsum(sizes) - sizes
+    place = (sizes[topic] * rng.random(len(user)) ** 3).astype(np.int64)
+    # A topic without items (only in tiny worlds) gives item 0.
+    item = np.where(sizes[topic] > 0, by_topic[np.minimum(first[topic] + place, len(by_topic) - 1)], 0)
+    return item, world.item_topic[item]
 
 
 def interest(events: Events, spans: Spans, topic: Ints, time: Ints) -> Floats:
@@ -196,9 +201,8 @@ def interest(events: Events, spans: Spans, topic: Ints, time: Ints) -> Floats:
     kept, row = index.values[match], row[match]
     weight = action_value(events.action[kept], events.spec)
     age_days = (time[row] - events.time[kept]) / DAY_S
-    return np.tanh(
-        np.bincount(row, weights=weight * 2.0 ** (-age_days / events.spec.half_life_days), minlength=len(topic))
-    )
+    faded = weight / (1.0 + age_days / events.spec.half_life_days)
+    return np.tanh(np.bincount(row, weights=faded, minlength=len(topic)))
 
 
 def action_value(action: Ints, spec: StreamSpec) -> npt.NDArray[np.float64]:
