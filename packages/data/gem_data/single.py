@@ -5,7 +5,9 @@ The same decoding and the same checks as in reading files; only the place in a m
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -114,18 +116,29 @@ def _filled(row: Mapping[str, Any], number: int, wanted: Mapping[str, Column], s
 
 def _array(column: Column, values: list[Any]) -> pa.Array:
     wanted = ARROW_TYPES[column.kind]
-    try:
-        return pa.array(values, wanted)
-    except (pa.ArrowException, TypeError, ValueError, OverflowError):
-        for number, value in enumerate(values):
-            try:
-                pa.array([value], wanted)
-            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-                raise _WHERE.error(
-                    row=number,
-                    column=column.name,
-                    expected=f"{wanted}",
-                    came=f"{value!r:.60} ({error})",
-                    todo="Convert the value before.",
-                ) from error
-        raise
+    for number, value in enumerate(values):
+        if value is not None and not _fits(column.kind, value):
+            raise _WHERE.error(
+                row=number,
+                column=column.name,
+                expected="a list of whole numbers" if column.kind == "list" else _EXPECTED[column.kind],
+                came=f"{value!r:.60}",
+                todo="Convert the value before.",
+            )
+    # Arrow alone would cut 1.5 to 1 and take true for 1; after the check above only the range can be wrong.
+    return pa.array(values, wanted)
+
+
+_EXPECTED = MappingProxyType({"int": "a whole number of 64 bits", "float": "a number"})
+
+
+def _fits(kind: str, value: Any) -> bool:
+    if kind == "list":
+        if isinstance(value, np.ndarray):
+            return value.ndim == 1 and (value.dtype == np.int64 or not value.size)
+        return isinstance(value, (list, tuple)) and all(part is None or _fits("int", part) for part in value)
+    if isinstance(value, (bool, np.bool_)):
+        return False
+    if kind == "int":
+        return isinstance(value, numbers.Integral) and -(2**63) <= int(value) < 2**63
+    return isinstance(value, numbers.Real)
