@@ -58,9 +58,7 @@ def keep_layout(app: Any, what: str, name: str, thing: Any, options: Any, lines:
         lines += [".. code-block:: text", "", *block, ""]
 
 
-def short_signature(
-    app: Any, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None
-) -> tuple[str, str | None] | None:
+def short_signature(app: Any, what: str, name: str, thing: Any, *_: Any) -> tuple[str, None] | None:
     """The fields of a dataclass stand below it with their defaults: not twice."""
     return ("", None) if what == "class" and dataclasses.is_dataclass(thing) else None
 

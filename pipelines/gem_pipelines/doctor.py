@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import platform
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -308,7 +309,8 @@ def check_attention() -> list[Check]:
     except Exception as error:
         return [Check(name="attention", status="error", found=f"does not import: {_first_line(error)}", needed=True)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return [_try_attention(name, device, torch, api, interface) for name in api.MODULES]
+    names = [name for name in typing.get_args(interface.Impl) if name != "auto"]
+    return [_try_attention(name, device, torch, api, interface) for name in names]
 
 
 def _try_attention(impl: str, device: str, torch: Any, api: Any, interface: Any) -> Check:

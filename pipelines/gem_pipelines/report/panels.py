@@ -22,7 +22,8 @@ from gem_pipelines.report.drawing import (
     step_axis,
     thin,
 )
-from gem_pipelines.report.facts import Floor, LengthSummary, floors, number, quantity
+from gem_pipelines.report.facts import Floor, LengthSummary, floors
+from gem_pipelines.report.formatting import number, quantity
 from gem_pipelines.report.run_data import RunData
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from gem_pipelines.report import panels as draw
 from gem_pipelines.report.curves import TaskCurves, read_curves
 from gem_pipelines.report.drawing import Panel
-from gem_pipelines.report.facts import all_tables, best_possible, count, floors, length_summaries, plain, quantity
+from gem_pipelines.report.facts import all_tables, best_possible, floors, length_summaries
+from gem_pipelines.report.formatting import count, plain, quantity
 from gem_pipelines.report.markdown import render_markdown
 from gem_pipelines.report.page import render_page
 from gem_pipelines.report.run_data import RunData, read_run
