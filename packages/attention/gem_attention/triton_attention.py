@@ -43,8 +43,12 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, layout: Lay
         return "the GPU has compute capability under 8.0"
     if spec.bias is not None and torch.are_deterministic_algorithms_enabled():
         return "gradients of bias tables are summed with atomics, and deterministic algorithms are on"
-    if layout.total_q * q.shape[1] // 16 >= 2**31:
-        return f"{layout.total_q} rows of {q.shape[1]} heads need more programs than a grid holds"
+    rows = max(layout.total_q, layout.total_k, q.shape[0] * layout.batch_size if spec.query == "broadcast" else 0)
+    if rows >= 2**31:
+        return f"{rows} packed rows: kernels count rows in 32 bits (elements in 64), so at most {2**31 - 1}"
+    programs = (rows // 32 + layout.batch_size + 1) * q.shape[1]
+    if programs >= 2**31:
+        return f"{rows} rows of {q.shape[1]} heads need {programs} programs, a grid holds {2**31 - 1}"
     return None
 
 

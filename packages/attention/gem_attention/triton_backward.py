@@ -22,14 +22,13 @@ from gem_attention.triton_common import (
     bias_places,
     dot,
     key_range,
-    key_sequence,
     load_rows,
     pair_mask,
-    query_sequence,
+    read_sample,
+    read_tile,
     row_range,
     sample_rules,
     scores,
-    sequence,
     store_rows,
 )
 
@@ -61,8 +60,8 @@ def _row_numbers(lse, delta, head, at, inside, batch, numbers, C: tl.constexpr):
     delta_M = 0.0
     inverse_M = 0.0
     if C.softmax:
-        lse_M = tl.load(lse + head * numbers.rows + at, mask=inside, other=float("inf"))
-        delta_M = tl.load(delta + head * numbers.rows + at, mask=inside, other=0.0)
+        lse_M = tl.load(lse + head.to(tl.int64) * numbers.rows + at, mask=inside, other=float("inf"))
+        delta_M = tl.load(delta + head.to(tl.int64) * numbers.rows + at, mask=inside, other=0.0)
     elif C.per_token:
         inverse_M = 1.0 / tl.load(batch.divisor + at, mask=inside, other=1.0).to(tl.float32)
     return lse_M, delta_M, inverse_M
@@ -111,20 +110,19 @@ def _dq_step(acc_MD, q_MD, do_ME, per_row, n0, position_M, site, k, v, strides, 
 
 
 @triton.jit
-def _dq_sample(acc_MD, b, m0, head, q, k, v, out, do, lse, delta, strides, batch, numbers, tables, C: tl.constexpr):
-    """Add sample b's part of dq for one tile of its rows, without the factor scale / divisor."""
-    q_start, out_start, q_length = query_sequence(b, batch, C)
-    k_start, k_length = key_sequence(b, batch, C)
-    rules = sample_rules(b, q_length, k_length, batch, numbers, C)
-    site = (k_start, head // C.group, head)
-    q_MD = load_rows(q, strides.q, q_start, q_length, m0, head, C.block_m, C.block_d, C.dim, C.tma)
+def _dq_sample(acc_MD, at, m0, head, q, k, v, out, do, lse, delta, strides, batch, numbers, tables, C: tl.constexpr):
+    """Add one sample's part of dq for one tile of its rows, without the factor scale / divisor."""
+    out_start, q_length = at.out_start, at.q_length
+    rules = sample_rules(q_length, at.k_length, at.targets, at.context, numbers, C)
+    site = (at.k_start, head // C.group, head)
+    q_MD = load_rows(q, strides.q, at.q_start, q_length, m0, head, C.block_m, C.block_d, C.dim, C.tma)
     do_ME = load_rows(do, strides.do, out_start, q_length, m0, head, C.block_m, C.block_e, C.v_dim, C.tma)
     row_M = m0 + tl.arange(0, C.block_m)
     if C.softmax:
         out_ME = load_rows(out, strides.out, out_start, q_length, m0, head, C.block_m, C.block_e, C.v_dim, False)
         delta_M = tl.sum(out_ME.to(tl.float32) * do_ME.to(tl.float32), 1)
-        tl.store(delta + head * numbers.rows + out_start + row_M, delta_M, mask=row_M < q_length)
-        lse_M = tl.load(lse + head * numbers.rows + out_start + row_M, mask=row_M < q_length, other=float("inf"))
+        tl.store(delta + head.to(tl.int64) * numbers.rows + out_start + row_M, delta_M, mask=row_M < q_length)
+        lse_M = tl.load(lse + head.to(tl.int64) * numbers.rows + out_start + row_M, mask=row_M < q_length, other=float("inf"))
         per_row = (lse_M, delta_M, 0.0)
     else:
         per_row = _row_numbers(lse, delta, head, out_start + row_M, row_M < q_length, batch, numbers, C)
@@ -158,16 +156,17 @@ def dq_kernel(q, k, v, out, do, lse, delta, dq, strides, batch, numbers, tables,
         chunk = entry // rows_tiles
         m0 = entry % rows_tiles * C.block_m
         for b in range(chunk, batch.size, batch.chunks):
-            acc_MD = _dq_sample(acc_MD, b, m0, head, q, k, v, out, do, lse, delta, strides, batch, numbers, tables, C)
-        dq_start = chunk.to(tl.int64) * batch.seeds
+            at = read_sample(b, batch, C)
+            acc_MD = _dq_sample(acc_MD, at, m0, head, q, k, v, out, do, lse, delta, strides, batch, numbers, tables, C)
+        dq_start = chunk * batch.seeds
         rows = batch.seeds
     else:
-        b = tl.load(batch.tiles + 2 * entry)
+        b, m0, at = read_tile(batch.tiles, entry, batch, C)
         if b < 0:
             return
-        m0 = tl.load(batch.tiles + 2 * entry + 1) * C.block_m
-        acc_MD = _dq_sample(acc_MD, b, m0, head, q, k, v, out, do, lse, delta, strides, batch, numbers, tables, C)
-        dq_start, rows = sequence(batch.q_offsets, b)
+        acc_MD = _dq_sample(acc_MD, at, m0, head, q, k, v, out, do, lse, delta, strides, batch, numbers, tables, C)
+        dq_start = at.q_start
+        rows = at.q_length
     store_rows(dq, strides.dq, dq_start, rows, m0, head, acc_MD * numbers.gradient_scale, C.block_m, C.block_d, C.dim)
 
 
@@ -175,9 +174,9 @@ def dq_kernel(q, k, v, out, do, lse, delta, dq, strides, batch, numbers, tables,
 
 
 @triton.jit
-def _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, column_N, head, starts, q, do, lse, delta, strides, rules, batch, numbers,
+def _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, column_N, head, at, q, do, lse, delta, strides, rules, batch, numbers,
               tables, MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    q_start, out_start, k_start, q_length = starts
+    q_start, out_start, k_start, q_length = at.q_start, at.out_start, at.k_start, at.q_length
     q_MD = load_rows(q, strides.q, q_start, q_length, m0, head, C.block_m, C.block_d, C.dim, C.tma)
     do_ME = load_rows(do, strides.do, out_start, q_length, m0, head, C.block_m, C.block_e, C.v_dim, C.tma)
     x_NM = dot(k_ND, tl.trans(q_MD), C=C)
@@ -201,26 +200,23 @@ def _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, column_N, head, starts, q, do, lse, 
 
 
 @triton.jit
-def _dkv_sample(dk_ND, dv_NE, k_ND, v_NE, b, n0, head, k_sequence, q, do, lse, delta, strides, batch, numbers, tables,
+def _dkv_sample(dk_ND, dv_NE, k_ND, v_NE, at, n0, head, q, do, lse, delta, strides, batch, numbers, tables,
                 C: tl.constexpr):  # fmt: skip
-    """Add sample b's and one query head's part of dk and dv for one tile of keys."""
-    k_start, k_length = k_sequence
-    q_start, out_start, q_length = query_sequence(b, batch, C)
-    rules = sample_rules(b, q_length, k_length, batch, numbers, C)
-    starts = (q_start, out_start, k_start, q_length)
+    """Add one sample's and one query head's part of dk and dv for one tile of keys."""
+    rules = sample_rules(at.q_length, at.k_length, at.targets, at.context, numbers, C)
     column_N = n0 + tl.arange(0, C.block_n)
     if C.rules:
-        early, lo, mid, top, hi = row_range(n0, tl.minimum(n0 + C.block_n, k_length), rules, C)
+        early, lo, mid, top, hi = row_range(n0, tl.minimum(n0 + C.block_n, at.k_length), rules, C)
         lo = lo - early  # rows 0..early and lo..mid and top..hi, joined
-        for t in tl.range(lo, hi - (top - mid), C.block_m, num_stages=C.stages):
+        for t in tl.range(lo, hi - (top - mid), C.block_m, num_stages=1):
             m0 = tl.where(t < lo + early, t - lo, tl.where(t < mid, t, t + (top - mid)))
-            dk_ND, dv_NE = _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, column_N, head, starts, q, do, lse, delta, strides,
+            dk_ND, dv_NE = _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, column_N, head, at, q, do, lse, delta, strides,
                                      rules, batch, numbers, tables, True, C)  # fmt: skip
     else:
         mid = 0
-        top = q_length
+        top = at.q_length
     for m0 in tl.range(mid, top, C.block_m, num_stages=C.stages):
-        dk_ND, dv_NE = _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, column_N, head, starts, q, do, lse, delta, strides, rules,
+        dk_ND, dv_NE = _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, column_N, head, at, q, do, lse, delta, strides, rules,
                                  batch, numbers, tables, False, C)  # fmt: skip
     return dk_ND, dv_NE
 
@@ -231,14 +227,11 @@ def dkv_kernel(q, k, v, do, lse, delta, dk, dv, strides, batch, numbers, tables,
 
     Grid: (key tiles * kv heads,), heads fastest. For softmax it runs after dq_kernel, which writes delta.
     """
-    entry = tl.program_id(0) // C.kv_heads
     kv_head = tl.program_id(0) % C.kv_heads
-    row = tl.load(batch.key_tiles + 2 * entry)
+    row, n0, at = read_tile(batch.key_tiles, tl.program_id(0) // C.kv_heads, batch, C)
     if row < 0:
         return
-    n0 = tl.load(batch.key_tiles + 2 * entry + 1) * C.block_n
-    k_start, k_length = sequence(batch.k_offsets, row)
-    k_sequence = (k_start, k_length)
+    k_start, k_length = at.k_start, at.k_length
     k_ND = load_rows(k, strides.k, k_start, k_length, n0, kv_head, C.block_n, C.block_d, C.dim, C.tma)
     v_NE = load_rows(v, strides.v, k_start, k_length, n0, kv_head, C.block_n, C.block_e, C.v_dim, C.tma)
     dk_ND = tl.full([C.block_n, C.block_d], 0.0, tl.float32)
@@ -248,15 +241,16 @@ def dkv_kernel(q, k, v, do, lse, delta, dk, dv, strides, batch, numbers, tables,
         last = tl.load(batch.kv_samples + row + 1).to(tl.int32)
         for turn in range(first * C.group, last * C.group):
             head = kv_head * C.group + turn % C.group
-            dk_ND, dv_NE = _dkv_sample(dk_ND, dv_NE, k_ND, v_NE, turn // C.group, n0, head, k_sequence, q, do, lse,
-                                       delta, strides, batch, numbers, tables, C)  # fmt: skip
+            sample = read_sample(turn // C.group, batch, C)
+            dk_ND, dv_NE = _dkv_sample(dk_ND, dv_NE, k_ND, v_NE, sample, n0, head, q, do, lse, delta, strides, batch,
+                                       numbers, tables, C)  # fmt: skip
     elif C.group > 1:
         for turn in range(0, C.group):
-            dk_ND, dv_NE = _dkv_sample(dk_ND, dv_NE, k_ND, v_NE, row, n0, kv_head * C.group + turn, k_sequence, q, do,
-                                       lse, delta, strides, batch, numbers, tables, C)  # fmt: skip
+            dk_ND, dv_NE = _dkv_sample(dk_ND, dv_NE, k_ND, v_NE, at, n0, kv_head * C.group + turn, q, do, lse, delta,
+                                       strides, batch, numbers, tables, C)  # fmt: skip
     else:
-        dk_ND, dv_NE = _dkv_sample(dk_ND, dv_NE, k_ND, v_NE, row, n0, kv_head, k_sequence, q, do, lse, delta, strides,
-                                   batch, numbers, tables, C)  # fmt: skip
+        dk_ND, dv_NE = _dkv_sample(dk_ND, dv_NE, k_ND, v_NE, at, n0, kv_head, q, do, lse, delta, strides, batch,
+                                   numbers, tables, C)  # fmt: skip
     dv_scale = numbers.inverse_divisor
     store_rows(dv, strides.dv, k_start, k_length, n0, kv_head, dv_NE * dv_scale, C.block_n, C.block_e, C.v_dim)
     store_rows(dk, strides.dk, k_start, k_length, n0, kv_head, dk_ND * numbers.gradient_scale, C.block_n, C.block_d,
@@ -274,9 +268,9 @@ def short_query_kernel(q, k, v, do, dq, dk, dv, strides, batch, numbers, tables,
     """
     b = tl.program_id(0) // C.heads
     head = tl.program_id(0) % C.heads
-    q_start, out_start, q_length = query_sequence(b, batch, C)
-    k_start, k_length = sequence(batch.k_offsets, b)
-    q_MD = load_rows(q, strides.q, q_start, q_length, 0, head, C.block_m, C.block_d, C.dim, False)
+    at = read_sample(b, batch, C)
+    out_start, q_length, k_start, k_length = at.out_start, at.q_length, at.k_start, at.k_length
+    q_MD = load_rows(q, strides.q, at.q_start, q_length, 0, head, C.block_m, C.block_d, C.dim, False)
     do_ME = load_rows(do, strides.do, out_start, q_length, 0, head, C.block_m, C.block_e, C.v_dim, False)
     row_M = tl.arange(0, C.block_m)
     _, _, inverse_M = _row_numbers(q, q, head, out_start + row_M, row_M < q_length, batch, numbers, C)

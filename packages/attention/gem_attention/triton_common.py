@@ -26,12 +26,12 @@ def load_rows(x, strides, start, length, row, head, ROWS: tl.constexpr, WIDTH: t
               TMA: tl.constexpr):  # fmt: skip
     """Rows row..row + ROWS of the sequence that begins at packed row `start`; zero past `length` and past DIM."""
     if TMA:
-        far, end, at = to_ragged_indices(start.to(tl.int32), length, row)
+        far, end, at = to_ragged_indices(start, length, row)
         tile = tl.reshape(x.load([far, end, at, head, 0]), [ROWS, WIDTH])
     else:
         i = row + tl.arange(0, ROWS)
         d = tl.arange(0, WIDTH)
-        at = x + (start + i.to(tl.int64))[:, None] * strides[0] + head * strides[1] + d[None, :]
+        at = x + (start + i).to(tl.int64)[:, None] * strides[0] + head.to(tl.int64) * strides[1] + d[None, :]
         if DIM == WIDTH:
             tile = tl.load(at, mask=(i < length)[:, None], other=0.0)
         else:
@@ -44,7 +44,7 @@ def store_rows(x, strides, start, length, row, head, tile, ROWS: tl.constexpr, W
     """Write a tile's rows that exist."""
     i = row + tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
-    at = x + (start + i.to(tl.int64))[:, None] * strides[0] + head * strides[1] + d[None, :]
+    at = x + (start + i).to(tl.int64)[:, None] * strides[0] + head.to(tl.int64) * strides[1] + d[None, :]
     mask = (i < length)[:, None]
     if DIM != WIDTH:
         mask = mask & (d < DIM)[None, :]
@@ -53,9 +53,9 @@ def store_rows(x, strides, start, length, row, head, tile, ROWS: tl.constexpr, W
 
 @triton.jit
 def sequence(offsets, b):
-    """First packed row (int64) and length (int32) of sequence b."""
-    start = tl.load(offsets + b)
-    return start, (tl.load(offsets + b + 1) - start).to(tl.int32)
+    """First packed row and length of sequence b."""
+    start = tl.load(offsets + b).to(tl.int32)
+    return start, tl.load(offsets + b + 1).to(tl.int32) - start
 
 
 @triton.jit
@@ -329,16 +329,14 @@ class Rules(NamedTuple):
 
 
 @triton.jit
-def sample_rules(b, q_length, k_length, batch, numbers, C: tl.constexpr):
-    """Mask numbers of sample b."""
-    context = 0
+def sample_rules(q_length, k_length, targets, context, numbers, C: tl.constexpr):
+    """Mask numbers of one sample."""
     shift = 0
     first_target = k_length
     if C.context:
-        context = tl.load(batch.num_context + b).to(tl.int32)
         shift = tl.where(context > 0, 1, 0)
     if C.targets:
-        first_target = k_length - tl.load(batch.num_targets + b).to(tl.int32)
+        first_target = k_length - targets
     first_position = 0
     if C.query == "tail":
         first_position = k_length - q_length
@@ -347,27 +345,55 @@ def sample_rules(b, q_length, k_length, batch, numbers, C: tl.constexpr):
                  numbers.group)  # fmt: skip
 
 
+class Sample(NamedTuple):
+    """Where one sample's rows are: first rows (of q, of the output, of k) and lengths; and its mask numbers."""
+
+    q_start: tl.tensor
+    out_start: tl.tensor
+    k_start: tl.tensor
+    q_length: tl.tensor
+    k_length: tl.tensor
+    targets: tl.tensor
+    context: tl.tensor
+
+
 @triton.jit
-def query_sequence(b, batch, C: tl.constexpr):
-    """(first row of q, first row of the output, number of rows) of sample b."""
+def read_tile(tiles, entry, batch, C: tl.constexpr):
+    """(sample or -1, first row of the tile, Sample) of one record of `triton_tiles`; all reads are independent."""
+    at = tiles + 8 * entry.to(tl.int64)
+    b = tl.load(at)
+    row = tl.load(at + 1)
+    q_start = tl.load(at + 2)
+    q_length = tl.load(at + 3)
+    k_start = tl.load(at + 4)
+    k_length = tl.load(at + 5)
+    targets = 0
+    if C.targets:
+        targets = tl.load(at + 6)
+    context = 0
+    if C.context:
+        context = tl.load(at + 7)
+    out_start = q_start
     if C.query == "broadcast":
-        start = tl.full([], 0, tl.int64)
-        rows = batch.seeds
-        out_start = start + 1  # an int64 one: b may be a plain number in the interpreter
-        out_start = out_start * b * rows
-    else:
-        start, rows = sequence(batch.q_offsets, b)
-        out_start = start
-    return start, out_start, rows
+        out_start = b * batch.seeds
+    return b, row, Sample(q_start, out_start, k_start, q_length, k_length, targets, context)
 
 
 @triton.jit
-def key_sequence(b, batch, C: tl.constexpr):
-    """(first row of k and v, number of rows) of sample b."""
+def read_sample(b, batch, C: tl.constexpr):
+    """The Sample b, through the offsets; only for query kinds without mask rules."""
     row = b
     if C.shared_kv:
         row = tl.load(batch.kv_index + b).to(tl.int32)
-    return sequence(batch.k_offsets, row)
+    k_start, k_length = sequence(batch.k_offsets, row)
+    if C.query == "broadcast":
+        q_start = k_start * 0
+        q_length = k_length * 0 + batch.seeds
+        out_start = q_start + b * batch.seeds
+    else:
+        q_start, q_length = sequence(batch.q_offsets, b)
+        out_start = q_start
+    return Sample(q_start, out_start, k_start, q_length, k_length, 0, 0)
 
 
 # ------------------------------------------------------------------------------------------------ bias

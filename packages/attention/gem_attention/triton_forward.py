@@ -17,10 +17,9 @@ from gem_attention.triton_common import (
     activate,
     dot,
     key_range,
-    key_sequence,
     load_rows,
     pair_mask,
-    query_sequence,
+    read_tile,
     sample_rules,
     scores,
     store_rows,
@@ -61,21 +60,17 @@ def _step(acc_ME, top_M, sum_M, q_MD, n0, position_M, site, k, v, strides, rules
 @triton.jit
 def forward_kernel(q, k, v, out, lse, strides, batch, numbers, tables, C: tl.constexpr):
     """out (rows, H, E), lse (H, rows) float32, base e, softmax only. Grid: (tiles * heads,), heads fastest."""
-    entry = tl.program_id(0) // C.heads
     head = tl.program_id(0) % C.heads
-    b = tl.load(batch.tiles + 2 * entry)
+    b, m0, at = read_tile(batch.tiles, tl.program_id(0) // C.heads, batch, C)
     if b < 0:
         return
-    m0 = tl.load(batch.tiles + 2 * entry + 1) * C.block_m
-    q_start, out_start, q_length = query_sequence(b, batch, C)
-    k_start, k_length = key_sequence(b, batch, C)
-    rules = sample_rules(b, q_length, k_length, batch, numbers, C)
+    rules = sample_rules(at.q_length, at.k_length, at.targets, at.context, numbers, C)
     kv_head = head // C.group
-    site = (k_start, kv_head, head)
+    site = (at.k_start, kv_head, head)
 
-    q_MD = load_rows(q, strides.q, q_start, q_length, m0, head, C.block_m, C.block_d, C.dim, C.tma)
+    q_MD = load_rows(q, strides.q, at.q_start, at.q_length, m0, head, C.block_m, C.block_d, C.dim, C.tma)
     p0 = m0 + rules.first_position
-    p1 = tl.minimum(m0 + C.block_m, q_length) + rules.first_position
+    p1 = tl.minimum(m0 + C.block_m, at.q_length) + rules.first_position
     position_M = p0 + tl.arange(0, C.block_m)
     lo, mid, top, hi = key_range(p0, p1, rules, C)
 
@@ -96,10 +91,10 @@ def forward_kernel(q, k, v, out, lse, strides, batch, numbers, tables, C: tl.con
         acc_ME = acc_ME / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
         # a row without keys gets +inf, so that the backward's exp(s - lse) is 0
         lse_M = tl.where(sum_M == 0.0, float("inf"), (top_M + tl.log2(sum_M)) / LOG2E)
-        tl.store(lse + head * numbers.rows + out_start + row_M, lse_M, mask=row_M < q_length)
+        tl.store(lse + head.to(tl.int64) * numbers.rows + at.out_start + row_M, lse_M, mask=row_M < at.q_length)
     elif C.per_token:
-        divisor_M = tl.load(batch.divisor + out_start + row_M, mask=row_M < q_length, other=1.0).to(tl.float32)
+        divisor_M = tl.load(batch.divisor + at.out_start + row_M, mask=row_M < at.q_length, other=1.0).to(tl.float32)
         acc_ME = acc_ME / divisor_M[:, None]
     else:
         acc_ME = acc_ME * numbers.inverse_divisor
-    store_rows(out, strides.out, out_start, q_length, m0, head, acc_ME, C.block_m, C.block_e, C.v_dim)
+    store_rows(out, strides.out, at.out_start, at.q_length, m0, head, acc_ME, C.block_m, C.block_e, C.v_dim)

@@ -19,7 +19,7 @@ from gem_attention.masks import time_boundaries
 from gem_attention.triton_backward import dkv_kernel, dq_kernel, short_query_kernel
 from gem_attention.triton_config import Kernel, KernelSpec, Tiles, kernel_spec, pick_tiles
 from gem_attention.triton_forward import forward_kernel
-from gem_attention.triton_tiles import tile_list
+from gem_attention.triton_tiles import Sequences, tile_list
 
 _MAX_INT64 = 2**63 - 1
 _TMA_ROWS = 2**30
@@ -71,8 +71,6 @@ class Batch(NamedTuple):
     k_offsets: Tensor
     tiles: Tensor | None
     key_tiles: Tensor | None
-    num_targets: Tensor | None
-    num_context: Tensor | None
     kv_index: Tensor | None
     kv_samples: Tensor | None
     timestamps: Tensor | None
@@ -188,8 +186,6 @@ def _batch(p: Problem, *, tiles: Tensor | None = None, key_tiles: Tensor | None 
         k_offsets=p.k_offsets,
         tiles=tiles,
         key_tiles=key_tiles,
-        num_targets=p.num_targets if spec.mask.targets else None,
-        num_context=p.num_context if spec.mask.context else None,
         kv_index=p.kv_index,
         kv_samples=kv_samples,
         timestamps=p.timestamps if bounds is not None else None,
@@ -218,10 +214,15 @@ def _tables(p: Problem, position_grad: Tensor | None = None, time_grad: Tensor |
     )
 
 
-def _seed_tiles(p: Problem, block: int) -> Tensor:
-    """Broadcast queries: every sample has the same tiles; samples with most keys first."""
-    per_sample = torch.arange(p.batch_size + 1, device=p.q.device) * p.q.shape[0]
-    return tile_list(per_sample, _key_work(p), p.batch_size * p.q.shape[0], block)
+def _sequences(p: Problem) -> Sequences:
+    return Sequences(
+        q_offsets=p.q_offsets,
+        k_offsets=p.k_offsets,
+        num_targets=p.num_targets if p.spec.mask.targets else None,
+        num_context=p.num_context if p.spec.mask.context else None,
+        kv_index=p.kv_index,
+        seeds=p.q.shape[0] if p.q_offsets is None else 0,
+    )
 
 
 def _key_work(p: Problem) -> Tensor:
@@ -232,16 +233,28 @@ def _key_work(p: Problem) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def _query_tiles(p: Problem, block: int) -> Tensor:
-    if p.q_offsets is None:
-        return _seed_tiles(p, block)
-    return tile_list(p.q_offsets, _key_work(p), p.q.shape[0], block)
+def query_tiles(p: Problem, block: int, *, paired: bool = False) -> Tensor:
+    """Tiles of the output's rows, ordered by the keys they read."""
+    rows, offsets = p.q.shape[0], p.q_offsets
+    if offsets is None:  # every sample has the same seeds
+        offsets, rows = torch.arange(p.batch_size + 1, device=p.q.device) * rows, p.out_rows
+    return tile_list(
+        _sequences(p), rows_offsets=offsets, work_offsets=_key_work(p), rows=rows, block=block, paired=paired
+    )
 
 
-def _key_tiles(p: Problem, block: int) -> Tensor:
+def key_tiles(p: Problem, block: int, *, paired: bool = False) -> Tensor:
     """Tiles of k, ordered by the rows that read them (by length where k rows are shared)."""
     work = p.q_offsets if p.q_offsets is not None and p.kv_index is None else p.k_offsets
-    return tile_list(p.k_offsets, work, p.k.shape[0], block)
+    return tile_list(
+        _sequences(p),
+        rows_offsets=p.k_offsets,
+        work_offsets=work,
+        rows=p.k.shape[0],
+        block=block,
+        keys=True,
+        paired=paired,
+    )
 
 
 def forward(p: Problem, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
@@ -259,7 +272,7 @@ def forward(p: Problem, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     chosen = _tiles_for(p, "forward", tiles)
     chosen = _without_tma(chosen, q, k, v)
     c = _compile_spec(p, chosen)
-    listed = _query_tiles(p, c.block_m)
+    listed = query_tiles(p, c.block_m)
     forward_kernel[(listed.shape[0] * c.heads,)](
         _reader(q, chosen, c.block_m, c.block_d),
         _reader(k, chosen, c.block_n, c.block_d),
@@ -338,7 +351,7 @@ def _run_dq(
         stride = (dq.stride(1), dq.stride(2))
     else:
         dq = grads.dq
-        listed = _query_tiles(p, c.block_m)
+        listed = query_tiles(p, c.block_m)
         batch, programs, stride = _batch(p, tiles=listed), listed.shape[0], _row_stride(dq)
     dq_kernel[(programs * c.heads,)](
         _reader(p.q, tiles, c.block_m, c.block_d),
@@ -369,7 +382,7 @@ def _run_dq(
 def _run_dkv(p: Problem, do: Tensor, lse: Tensor, delta: Tensor, grads: Gradients, tiles: Tiles) -> None:
     tiles = _without_tma(tiles, p.q, p.k, p.v, do)
     c = _compile_spec(p, tiles)
-    listed = _key_tiles(p, c.block_n)
+    listed = key_tiles(p, c.block_n)
     dkv_kernel[(listed.shape[0] * c.kv_heads,)](
         _reader(p.q, tiles, c.block_m, c.block_d),
         _reader(p.k, tiles, c.block_n, c.block_d),
