@@ -6,7 +6,7 @@
     prepared.eval       pyarrow.Table, every row strictly later than every row of `train`
 
 Nothing here knows the package that writes or reads the layout: a plain dict and Arrow tables cross the border.
-Importing this module loads no data set and touches no network; pyarrow and numpy come in with `load`.
+Importing this module loads no data set and touches no network.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import difflib
 import importlib
 from typing import Any
 
-from gem_datasets.prepared import DatasetError, PreparedData
+from gem_datasets.prepared import CREATED_BY, DatasetError, PreparedData
 
-__all__ = ["DatasetError", "PreparedData", "load", "names", "options_type"]
+__all__ = ["CREATED_BY", "DatasetError", "PreparedData", "load", "names", "options_type"]
 
 # name -> (module, options dataclass); each module has `prepare(options) -> PreparedData`.
 _DATASETS = {
     "ml-100k": ("gem_datasets.ml_100k", "MovieLensOptions"),
+    "openbandit": ("gem_datasets.openbandit", "OpenBanditOptions"),
     "parity": ("gem_datasets.parity", "ParityOptions"),
     "synthetic": ("gem_datasets.synthetic", "SyntheticOptions"),
 }

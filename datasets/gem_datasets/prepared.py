@@ -15,7 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-CREATED_BY = "gem_datasets 1.0"
+# Raised whenever a data set comes out different for the same options: prepared copies are kept by it.
+CREATED_BY = "gem_datasets 1.1"
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -66,10 +67,15 @@ def stream(name: str, fields: list[dict[str, str]], *, action_bits: int, max_len
     return {"name": name, "fields": fields, "action_bits": action_bits, "max_length": max_length}
 
 
-def standardize(values: Floats, train_rows: int) -> tuple[npt.NDArray[np.float32], list[float]]:
-    """(values - mean) / std as float32, and [mean, std]; both measured on the first `train_rows` rows only."""
+def standardize(
+    values: Floats, train_rows: int, *, least_std: float = 0.0
+) -> tuple[npt.NDArray[np.float32], list[float]]:
+    """(values - mean) / std as float32, and [mean, std]; both measured on the first `train_rows` rows only.
+
+    A deviation below `least_std` is replaced by it, a constant column becomes 0.
+    """
     mean = float(values[:train_rows].mean())
-    std = float(values[:train_rows].std())
+    std = max(float(values[:train_rows].std()), least_std)
     std = std if std > 1e-12 else 1.0
     return ((values - mean) / std).astype(np.float32), [mean, std]
 
