@@ -187,20 +187,14 @@ class FeatureTokens(nn.Module):
         self.dense = linear(plan.dense, config.dense_tokens * config.dim, bias=config.bias) if plan.dense else None
 
     def forward(self, inputs: ModelInput) -> Tensor:
-        rows = inputs.timestamps.shape[0]
         tokens = []
         if self.plan.features:
             x_FBE = torch.stack([inputs.embeddings[name] for name in self.plan.features])
             tokens.append(torch.bmm(x_FBE, self.weight_FED).transpose(0, 1))
         if self.dense is not None:
             dense_BF = torch.cat([signed_log(inputs.dense), self._stream_facts(inputs)], dim=1)
-            # The row count is named: of a batch of zero rows it could not be inferred.
-            tokens.append(self.dense(dense_BF).view(rows, -1 if rows else self._dense_tokens(), self.dim))
+            tokens.append(self.dense(dense_BF).unflatten(1, (-1, self.dim)))
         return torch.cat(tokens, dim=1)
-
-    def _dense_tokens(self) -> int:
-        assert self.dense is not None
-        return self.dense.out_features // self.dim
 
     def _stream_facts(self, inputs: ModelInput) -> Tensor:
         """(B, 2 * streams): log length and log age of the latest event, both 0 without events."""

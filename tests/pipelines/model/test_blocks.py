@@ -171,6 +171,19 @@ def test_packing_is_the_documented_example():
     assert packed.masked.num_targets.tolist() == [1, 1]
 
 
+def test_angles_follow_position_and_age():
+    """One context token (age 0, position 0), events at positions 1 and 2, the candidate (age 0) at position 3."""
+    plan = clicks_plan(make_config(stream=stream_config(cls_tokens=1)))
+    stream = make_inputs([2]).streams["clicks"]
+    stream.times.copy_(torch.tensor([NOW - 3600, NOW - 10]))
+    packed = pack(plan, stream, torch.tensor([NOW]), dtype=torch.float64)
+    ages = torch.tensor([0.0, 3600.0, 10.0, 0.0], dtype=torch.float64)
+    spec = rotary_spec(plan)
+    slow = torch.tensor([0, -0.5], dtype=torch.float64)  # pairs 0 and 1 of a head of 4
+    expected = torch.arange(4)[:, None] * spec.base**slow + torch.log1p(ages / 60)[:, None] * spec.time_base**slow
+    assert_close(packed.angles, expected)
+
+
 def test_time_gaps_are_the_documented_example():
     stream = make_inputs([2]).streams["clicks"]
     stream.times.copy_(torch.tensor([90, 99]))
