@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from gem_data.collate import collate
@@ -28,7 +29,7 @@ __all__ = [
     "write_dataset",
 ]
 
-_LOADERS = {"arrow": ArrowLoader, "reference": ReferenceLoader}
+_LOADERS: dict[str, Callable[..., Loader]] = {"arrow": ArrowLoader, "reference": ReferenceLoader}
 
 
 def build_loader(

@@ -21,13 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from gem_data.interface import Batch, EventStream, Schema
-from gem_data.rows import Float32, Int64, Rows
+from gem_data.rows import Int64, Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +178,8 @@ def _gather_columns(sources: Sequence[Int64], parts: Sequence[Part], columns: in
 
 
 def _gather_rows(
-    sources: Sequence[Float32] | Sequence[Int64], parts: Sequence[Part], columns: int, dtype: type = np.float32
-) -> Float32 | Int64:
+    sources: Sequence[npt.NDArray[Any]], parts: Sequence[Part], columns: int, dtype: type = np.float32
+) -> npt.NDArray[Any]:
     """(R, columns) matrices -> (B, columns)."""
     if not parts:
         return np.empty((0, columns), dtype)

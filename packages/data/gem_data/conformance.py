@@ -158,7 +158,8 @@ def _assert_same(left: Sequence[Batch], right: Sequence[Batch], what: str) -> No
 
 
 def _json(state: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(state, allow_nan=False))
+    plain: dict[str, Any] = json.loads(json.dumps(state, allow_nan=False))
+    return plain
 
 
 def _raises(kinds: type[Exception], call: Callable[[], Any]) -> Exception:
@@ -445,10 +446,10 @@ def _foreign_state(factory: LoaderFactory, directory: Path) -> None:
         other.mark_trained(next(other.epoch()))
         return _json(other.state_dict())
 
-    for changes in ({"seed": 8}, {"global_batch_size": 8}, {"logical_shards": 2}, {"window_groups": 2}):
-        refuse(state_of("a", _config(**changes)), f"{changes}")
-    for changes in ({"shuffle": False}, {"max_length": 3}, {"drop_last": True}):
-        refuse(state_of("a", _config(**changes)), f"{changes}")
+    settings: list[tuple[str, Any]] = [("seed", 8), ("global_batch_size", 8), ("logical_shards", 2), ("max_length", 3)]
+    settings += [("window_groups", 2), ("shuffle", False), ("drop_last", True)]
+    for name, value in settings:
+        refuse(state_of("a", _config(**{name: value})), f"{name} = {value}")
     refuse(state_of("b", _config()), "files of other sizes")
     refuse(state_of("c", _config()), "files of other rows")
     refuse(state_of("a", _config(), "eval"), "another split")

@@ -61,8 +61,9 @@ class _Gathered:
         self.weights += rows.weights.sum(axis=0, dtype=np.float64)
         self.dense.append(rows.dense)
         self.keys.append(rows.keys[1:])
-        for index, jagged in enumerate((*rows.lists, *rows.streams)):
-            self.lengths[index].append(np.diff(jagged.offsets))
+        offsets = [jagged.offsets for jagged in rows.lists] + [events.offsets for events in rows.streams]
+        for index, bounds in enumerate(offsets):
+            self.lengths[index].append(np.diff(bounds))
         for feature, ids in zip(schema.scalars, rows.scalars, strict=True):
             self._see(feature.table, ids)
         for feature, jagged in zip(schema.lists, rows.lists, strict=True):

@@ -20,7 +20,7 @@ while a window is being read its row groups twice. state_dict() sorts one window
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,7 @@ class _Epoch:
 
 def _read(
     plan: Plan, shards: Shards, config: LoaderConfig, cursor: Cursor, *, rank: int, world_size: int
-) -> Iterator[tuple[Batch, Cursor]]:
+) -> Generator[tuple[Batch, Cursor], None, None]:
     """This rank's batches from `cursor` to the end of its epoch, each with the position after it."""
     epoch = plan.epoch(cursor.epoch)
     windows = _Windows(shards, epoch)

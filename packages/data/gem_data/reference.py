@@ -276,7 +276,7 @@ def _read_rows(directory: Path, schema: Schema, split: str) -> tuple[dict[Place,
 
 def _column(file: pq.ParquetFile, group: int, name: str, where: Where) -> list[Any]:
     try:
-        return file.read_row_group(group, columns=[name]).column(name).to_pylist()
+        return list(file.read_row_group(group, columns=[name]).column(name).to_pylist())
     except (OSError, ValueError) as error:
         raise where.error(column=name, expected="readable pages", came=f"{error}", todo="Restore the file.") from error
 

@@ -104,7 +104,7 @@ class Rows:
     origin: Int64
 
     def __len__(self) -> int:
-        return self.keys.shape[1]
+        return int(self.keys.shape[1])
 
 
 def check_types(schema: Schema, arrow_schema: pa.Schema, where: Where) -> None:
@@ -222,14 +222,16 @@ def _flat(table: pa.Table, name: str, where: Where, sample_ids: Int64 | None) ->
     if column.null_count:
         raise _null_error(column, name, where, sample_ids)
     # One chunk without nulls is the Arrow buffer itself; several are joined.
-    return column.chunk(0).to_numpy() if column.num_chunks == 1 else column.to_numpy()
+    array: npt.NDArray[Any] = column.chunk(0).to_numpy() if column.num_chunks == 1 else column.to_numpy()
+    return array
 
 
 def _jagged(table: pa.Table, name: str, where: Where, sample_ids: Int64) -> Jagged:
     column = table.column(name)
     if column.null_count:
         raise _null_error(column, name, where, sample_ids)
-    values, offsets = [], []
+    values: list[Int64] = []
+    offsets: list[Int64] = []
     for chunk in column.chunks:
         bounds = chunk.offsets.to_numpy()
         # A sliced array keeps the whole `values`: the part that belongs to it is bounds[0]:bounds[-1].
@@ -288,8 +290,8 @@ def _null_element_error(name: str, row: int, where: Where, sample_ids: Int64) ->
 
 def _fits(column: Column, came: pa.DataType) -> bool:
     if column.kind == "list":
-        return (pa.types.is_list(came) or pa.types.is_large_list(came)) and came.value_type == pa.int64()
-    return came == ARROW_TYPES[column.kind]
+        return bool((pa.types.is_list(came) or pa.types.is_large_list(came)) and came.value_type == pa.int64())
+    return bool(came == ARROW_TYPES[column.kind])
 
 
 def _type_text(column: Column) -> str:

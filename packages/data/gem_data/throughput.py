@@ -115,7 +115,9 @@ def write_generated(directory: str | Path, *, rows: int, seed: int = 0) -> Schem
         "label.like": (rng.random(rows) < 0.55).astype(np.float32),
         "id.user": users,
         "id.item": items,
-        "ids.genres": pa.ListArray.from_arrays(np.arange(0, 2 * rows + 1, 2, np.int32), rng.integers(0, 20, 2 * rows)),
+        "ids.genres": pa.ListArray.from_arrays(
+            np.arange(0, 2 * rows + 1, 2).astype(np.int32), rng.integers(0, 20, 2 * rows)
+        ),
     }
     for part, column in values.items():
         table[f"stream.ratings.{part}"] = pa.ListArray.from_arrays(offsets.astype(np.int32), column)

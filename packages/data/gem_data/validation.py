@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gem_data.interface import DataError, LoaderConfig, Schema, StreamInfo
+from gem_data.interface import DataError, LoaderConfig, Schema, StreamInfo, TableInfo
 from gem_data.rows import Events, Int64, Rows, Where
 
 _FIX = "Fix the rows where they are written; `gemline data verify` lists every such place."
@@ -28,11 +28,11 @@ def check_values(schema: Schema, rows: Rows, where: Where) -> None:
 def find_problems(schema: Schema, rows: Rows, where: Where) -> Iterator[DataError]:
     """The first problem of every column, in column order."""
     yield from _label_problems(schema, rows, where)
-    tables = schema.table_rows()
+    tables = {table.name: table for table in schema.tables}
     for index, feature in enumerate(schema.scalars):
-        yield from _id_problem(f"id.{feature.name}", rows.scalars[index], None, tables, feature.table, rows, where)
+        yield from _id_problem(f"id.{feature.name}", rows.scalars[index], None, tables[feature.table], rows, where)
     for feature, jagged in zip(schema.lists, rows.lists, strict=True):
-        yield from _id_problem(f"ids.{feature.name}", jagged.values, jagged.offsets, tables, feature.table, rows, where)
+        yield from _id_problem(f"ids.{feature.name}", jagged.values, jagged.offsets, tables[feature.table], rows, where)
     for index, name in enumerate(schema.dense):
         bad = np.flatnonzero(~np.isfinite(rows.dense[:, index]))
         if bad.size:
@@ -42,7 +42,7 @@ def find_problems(schema: Schema, rows: Rows, where: Where) -> Iterator[DataErro
     for stream, events in zip(schema.streams, rows.streams, strict=True):
         for field, ids in zip(stream.fields, events.columns, strict=False):
             column = f"stream.{stream.name}.{field.name}"
-            yield from _id_problem(column, ids, events.offsets, tables, field.table, rows, where)
+            yield from _id_problem(column, ids, events.offsets, tables[field.table], rows, where)
         yield from _action_problem(stream, events, rows, where)
         yield from _time_problem(stream, events, rows, where)
 
@@ -87,17 +87,20 @@ def _id_problem(
     column: str,
     ids: Int64,
     offsets: Int64 | None,
-    tables: dict[str, int],
-    table: str,
+    table: TableInfo,
     rows: Rows,
     where: Where,
 ) -> Iterator[DataError]:
-    limit = tables[table]
-    if ids.size and int(ids.view(np.uint64).max()) >= limit:
-        place = int(np.argmax(ids.view(np.uint64) >= limit))
+    if ids.size and int(ids.view(np.uint64).max()) >= table.rows:
+        place = int(np.argmax(ids.view(np.uint64) >= table.rows))
         row, text = _element(offsets, place)
         yield _row_error(
-            rows, where, column, row, f"an id with 0 <= id < {limit} (table {table})", f"id {int(ids[place])}{text}"
+            rows,
+            where,
+            column,
+            row,
+            f"an id with 0 <= id < {table.rows} (table {table.name})",
+            f"id {int(ids[place])}{text}",
         )
 
 

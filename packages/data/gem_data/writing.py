@@ -101,10 +101,12 @@ def _write_split(
             writer.write_table(group.cast(writer.schema), row_group_size=group.num_rows)
             rows, start = rows + group.num_rows, start + group.num_rows
             if rows >= rows_per_file:
-                writer = _close(writer, draft / path)
+                _close(writer, draft / path)
+                writer = None
                 files.append(FileInfo(path=path, split=split, rows=rows))
         if writer is not None:
-            writer = _close(writer, draft / path)
+            _close(writer, draft / path)
+            writer = None
             files.append(FileInfo(path=path, split=split, rows=rows))
     finally:
         if writer is not None:
@@ -150,7 +152,7 @@ def _arrow_schema(schema: Schema, *, nullable: bool) -> pa.Schema:
 
 
 def _group_rows(table: pa.Table) -> int:
-    rows = _TARGET_GROUP_BYTES * table.num_rows // max(table.nbytes, 1)
+    rows = _TARGET_GROUP_BYTES * int(table.num_rows) // max(int(table.nbytes), 1)
     return max(_MIN_GROUP_ROWS, min(_MAX_GROUP_ROWS, rows))
 
 
@@ -159,7 +161,6 @@ def _writer(path: Path, arrow_schema: pa.Schema) -> pq.ParquetWriter:
 
 
 def _close(writer: pq.ParquetWriter, path: Path) -> None:
-    """Close and flush to disk; None, so that the caller holds no writer any more."""
     writer.close()
     _flush(path)
 
