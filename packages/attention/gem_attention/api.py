@@ -1,6 +1,6 @@
 """The two calls of this package: `make_layout` once a batch, `attention` once a layer.
 
-Implementations are modules with two functions, imported only when asked for:
+Implementations are modules (<name>.py or <name>_attention.py) with two functions, imported only when asked for:
     attention(q, k, v, *, spec, layout, position_table, time_table, divisor)   as interface.Attention
     why_not(q, k, v, *, spec, layout) -> str | None                            why it cannot run here, or None
 Checks happen here, once, so that all of them refuse the same input with the same words.
@@ -8,21 +8,16 @@ Checks happen here, once, so that all of them refuse the same input with the sam
 
 from __future__ import annotations
 
-import importlib
 import logging
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from gem_attention.interface import AttentionSpec, CannotRunError, Impl, Layout
 from gem_attention.validation import check_call, check_layout, check_layout_shapes
 
-MODULES = {
-    "reference": "gem_attention.reference",
-    "eager": "gem_attention.eager",
-    "triton": "gem_attention.triton_attention",
-    "gluon": "gem_attention.gluon_attention",
-}
+IMPLEMENTATIONS = ("reference", "eager", "triton", "gluon")
 _AUTO_ORDER = {"cuda": ("triton", "eager"), "cpu": ("eager",), "meta": ("eager",)}
 _log = logging.getLogger(__name__)
 _announced: set[tuple[str, str]] = set()
@@ -116,43 +111,66 @@ def attention(
     Row 0 is silu(<q_0, k_0>) / 3 * v_0; row 3, the first of the second sequence, silu(<q_3, k_3>) / 3 * v_3.
     """
     check_call(q, k, v, spec=spec, layout=layout, position_table=position_table, time_table=time_table, divisor=divisor)
-    module = _choose(impl, q, k, v, spec, layout)
+    name, module = _choose(impl, q, k, v, spec, layout)
+    if name == "eager" and torch.compiler.is_compiling():
+        from gem_attention import eager_op
+
+        module = eager_op
     out: Tensor = module.attention(
         q, k, v, spec=spec, layout=layout, position_table=position_table, time_table=time_table, divisor=divisor
     )
     return out
 
 
-def _choose(impl: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, layout: Layout) -> ModuleType:
+def _choose(impl: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, layout: Layout) -> tuple[str, ModuleType]:
     if impl == "auto":
         reasons: list[str] = []
         for name in _AUTO_ORDER.get(q.device.type, ("eager",)):
             module, reason = _load(name, q, k, v, spec, layout)
             if module is not None:
                 _announce(name, q.device.type, reasons)
-                return module
+                return name, module
             reasons.append(f"{name}: {reason}")
         raise CannotRunError("no implementation can run here: " + "; ".join(reasons))
-    if impl not in MODULES:
-        raise ValueError(f"impl={impl!r}: expected one of {', '.join(map(repr, [*MODULES, 'auto']))}")
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl={impl!r}: expected one of {', '.join(map(repr, [*IMPLEMENTATIONS, 'auto']))}")
     module, reason = _load(impl, q, k, v, spec, layout)
     if module is None:
         raise CannotRunError(f"impl={impl!r} cannot run here: {reason}")
-    return module
+    return impl, module
 
 
 def _load(
     name: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, layout: Layout
 ) -> tuple[ModuleType | None, str | None]:
     try:
-        module = importlib.import_module(MODULES[name])
+        module = _import(name)
     except ImportError as error:
-        return None, f"{MODULES[name]} does not import ({error})"
+        return None, f"its module does not import ({error})"
     reason: str | None = module.why_not(q, k, v, spec=spec, layout=layout)
     return (module, None) if reason is None else (None, reason)
 
 
+def _import(name: str) -> ModuleType:
+    # Import statements, not importlib: torch.compile traces through them.
+    if name == "reference":
+        from gem_attention import reference
+
+        return reference
+    if name == "eager":
+        from gem_attention import eager
+
+        return eager
+    if name == "triton":
+        from gem_attention import triton_attention
+
+        return triton_attention
+    raise ImportError("this version has no kernels in Gluon")
+
+
 def _announce(name: str, device: str, reasons: list[str]) -> None:
+    if torch.compiler.is_compiling():  # logging would break the graph; the choice is the same as outside
+        return
     if (name, device) not in _announced:
         _announced.add((name, device))
         _log.info("attention on %s: impl=%r%s", device, name, f" ({'; '.join(reasons)})" if reasons else "")

@@ -59,14 +59,14 @@ def attention(
     """See interface.Attention."""
     own = without_kv_index(layout)
     plan = plan_for(own)
-    qs = _padded_q(q * spec.scale, plan, spec)
-    ks = _padded(k, plan, "k")
-    vs = _padded(v, plan, "k")
+    qs = padded_q(q * spec.scale, plan, spec)
+    ks = padded(k, plan, "k")
+    vs = padded(v, plan, "k")
     masks = group_masks(plan, spec, own)
-    biases = _biases(spec, plan, own, position_table, time_table, q)
+    added = biases(spec, plan, own, position_table, time_table, q)
     outputs = [
         _attend(q_g, k_g, v_g, mask, bias, spec, group)
-        for q_g, k_g, v_g, mask, bias, group in zip(qs, ks, vs, masks, biases, plan.groups, strict=True)
+        for q_g, k_g, v_g, mask, bias, group in zip(qs, ks, vs, masks, added, plan.groups, strict=True)
     ]
     if spec.query == "broadcast":
         out = repeat_rows(_unpad_broadcast(outputs, plan, own, q, v), layout.kv_index)
@@ -79,7 +79,7 @@ def attention(
     return out if spec.divisor == "per_token" or spec.divisor == 1 else out / spec.divisor
 
 
-def _padded(x: Tensor, plan: Plan, side: Literal["q", "k"]) -> list[Tensor]:
+def padded(x: Tensor, plan: Plan, side: Literal["q", "k"]) -> list[Tensor]:
     """Per group (G, heads, rows, dim), contiguous."""
     heads, dim = x.shape[1:]
     lengths = [group.keys if side == "k" else group.queries for group in plan.groups]
@@ -88,11 +88,11 @@ def _padded(x: Tensor, plan: Plan, side: Literal["q", "k"]) -> list[Tensor]:
     return [part.view(-1, heads, length, dim) for part, length in zip(parts, lengths, strict=True)]
 
 
-def _padded_q(q: Tensor, plan: Plan, spec: AttentionSpec) -> list[Tensor]:
+def padded_q(q: Tensor, plan: Plan, spec: AttentionSpec) -> list[Tensor]:
     if spec.query == "broadcast":
         q_HSD = q.transpose(0, 1).contiguous()
         return [q_HSD.expand(group.size, *q_HSD.shape) for group in plan.groups]
-    return _padded(q, plan, "q")
+    return padded(q, plan, "q")
 
 
 def _attend(
@@ -105,31 +105,40 @@ def _attend(
     group: Group,
 ) -> Tensor:
     """One group -> (G, H, N, E). J kv heads; the H / J query heads of one kv head are stacked as more rows."""
+    _, weights = weights_of(group_scores(q_GHND, k_GJMD, bias_GHNM), mask_GNM, spec, group)
+    kv_heads = v_GJME.shape[1]
+    if kv_heads == q_GHND.shape[1]:
+        return weights @ v_GJME
+    rows = weights.view(group.size, kv_heads, -1, group.keys)
+    return (rows @ v_GJME).view(*q_GHND.shape[:3], -1)
+
+
+def group_scores(q_GHND: Tensor, k_GJMD: Tensor, bias_GHNM: Tensor | None) -> Tensor:
+    """(G, H, N, M)."""
     size, heads, queries, dim = q_GHND.shape
     kv_heads = k_GJMD.shape[1]
-    grouped = kv_heads != heads
-    q_GJRD = q_GHND.reshape(size, kv_heads, -1, dim) if grouped else q_GHND
-    scores = q_GJRD @ k_GJMD.transpose(2, 3)
-    if grouped:
-        scores = scores.view(size, heads, queries, -1)
-    if bias_GHNM is not None:
-        scores = scores + bias_GHNM
-    if spec.activation == "softmax":
-        hidden = _softmax_hidden(mask_GNM, group, scores)
-        weights = (scores if hidden is None else scores + hidden).softmax(dim=-1)
+    if kv_heads == heads:
+        scores = q_GHND @ k_GJMD.transpose(2, 3)
     else:
-        if mask_GNM is not None:
-            # Zeroing scores hides a pair, as each f(0) is 0. A product by bool, as masked_fill is 20 times slower on a
-            # CPU; in place only where scores is no view, since autograd copies the gradient of a view changed in place.
-            shown = mask_GNM[:, None]
-            scores = scores * shown if grouped or bias_GHNM is not None else scores.mul_(shown)
-        weights = POINTWISE[spec.activation](scores)
-    if not grouped:
-        return weights @ v_GJME
-    return (weights.view(size, kv_heads, -1, weights.shape[-1]) @ v_GJME).view(size, heads, queries, -1)
+        q_GJRD = q_GHND.reshape(size, kv_heads, -1, dim)
+        scores = (q_GJRD @ k_GJMD.transpose(2, 3)).view(size, heads, queries, -1)
+    return scores if bias_GHNM is None else scores + bias_GHNM
 
 
-def _softmax_hidden(mask_GNM: Tensor | None, group: Group, scores: Tensor) -> Tensor | None:
+def weights_of(scores: Tensor, mask_GNM: Tensor | None, spec: AttentionSpec, group: Group) -> tuple[Tensor, Tensor]:
+    """(scores with the hidden ones at 0, or a huge negative for softmax; weights). May overwrite scores."""
+    if spec.activation == "softmax":
+        hidden = scores + _softmax_hidden(mask_GNM, group, scores)
+        return hidden, hidden.softmax(dim=-1)
+    if mask_GNM is not None:
+        # Zeroing scores hides a pair, as each f(0) is 0. A product by bool, as masked_fill is 20 times slower on a CPU;
+        # in place only where scores is no view, since autograd copies the gradient of a view changed in place.
+        shown = mask_GNM[:, None]
+        scores = scores * shown if scores._is_view() else scores.mul_(shown)
+    return scores, POINTWISE[spec.activation](scores)
+
+
+def _softmax_hidden(mask_GNM: Tensor | None, group: Group, scores: Tensor) -> Tensor:
     """Additive mask (., 1, N, M): 0 or a huge finite number, so that an all-hidden padded row stays finite."""
     column = torch.arange(group.keys, device=scores.device)
     padding_G1M = (column >= group.k_lengths[:, None])[:, None, :]
@@ -140,11 +149,15 @@ def _softmax_hidden(mask_GNM: Tensor | None, group: Group, scores: Tensor) -> Te
 
 def _unpad(outputs: list[Tensor], plan: Plan, q: Tensor, v: Tensor) -> Tensor:
     """(Tq, H, E), zeros for rows without keys."""
-    heads, dim = q.shape[1], v.shape[2]
     if not outputs:
-        return q.new_zeros(q.shape[0], heads, dim)
-    pad, unpad = plan.gather("q", heads)
-    return _gather(torch.cat([out.reshape(-1, dim) for out in outputs]), unpad, pad).view(-1, heads, dim)
+        return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    return padded_rows(outputs, plan, "q", q.shape[1], v.shape[2])
+
+
+def padded_rows(parts: list[Tensor], plan: Plan, side: Literal["q", "k"], heads: int, dim: int) -> Tensor:
+    """Per group (G, heads, rows, dim) -> packed (T, heads, dim), the inverse of `padded`."""
+    pad, unpad = plan.gather(side, heads)
+    return _gather(torch.cat([part.reshape(-1, dim) for part in parts]), unpad, pad).view(-1, heads, dim)
 
 
 def _unpad_broadcast(outputs: list[Tensor], plan: Plan, layout: Layout, q: Tensor, v: Tensor) -> Tensor:
@@ -158,7 +171,7 @@ def _unpad_broadcast(outputs: list[Tensor], plan: Plan, layout: Layout, q: Tenso
 # ------------------------------------------------------------------------------------------------ bias
 
 
-def _biases(
+def biases(
     spec: AttentionSpec,
     plan: Plan,
     layout: Layout,

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from gem_attention import api, reference
-from gem_attention.interface import INTERFACE_VERSION, Attention, AttentionSpec, BiasSpec, MaskSpec, TimeBuckets
+from gem_attention.interface import INTERFACE_VERSION, Attention, AttentionSpec
+from gem_attention.spec_text import spec_from_fields
 from gem_attention.testing import Case, Inputs, Result, cases, make_inputs, row_error, run_case
 
 PATH = Path(__file__).parent / "vectors" / f"attention-{INTERFACE_VERSION[0]}.{INTERFACE_VERSION[1]}.npz"
@@ -89,15 +90,6 @@ def write(path: Path = PATH) -> None:
             archive.writestr(info, buffer.getvalue(), zipfile.ZIP_DEFLATED)
 
 
-def spec_from_json(data: dict[str, Any]) -> AttentionSpec:
-    """The inverse of dataclasses.asdict for a spec; an unknown key is a TypeError that names it."""
-    bias = data["bias"]
-    if bias is not None:
-        time = None if bias["time"] is None else TimeBuckets(**bias["time"])
-        bias = BiasSpec(**{**bias, "time": time})
-    return AttentionSpec(**{**data, "mask": MaskSpec(**data["mask"]), "bias": bias})
-
-
 def read(path: Path = PATH) -> dict[str, tuple[AttentionSpec, dict[str, Tensor]]]:
     """Case name -> spec and tensors by their name in the file ("q", "k_offsets", "expected/out", ...)."""
     with np.load(path, allow_pickle=False) as file:
@@ -111,7 +103,7 @@ def read(path: Path = PATH) -> dict[str, tuple[AttentionSpec, dict[str, Tensor]]
             name: arrays[array][start : start + math.prod(shape)].reshape(shape)
             for name, (array, start, shape) in entry["tensors"].items()
         }
-        result[case] = (spec_from_json(entry["spec"]), tensors)
+        result[case] = (spec_from_fields(entry["spec"]), tensors)
     return result
 
 
@@ -144,7 +136,7 @@ def _run(attention: Attention, spec: AttentionSpec, tensors: dict[str, Tensor], 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Test vectors of gem_attention")
     parser.add_argument("action", choices=("write", "check"))
-    parser.add_argument("--impl", default="reference", choices=(*api.MODULES, "auto"))
+    parser.add_argument("--impl", default="reference", choices=(*api.IMPLEMENTATIONS, "auto"))
     parser.add_argument("--path", type=Path, default=PATH)
     arguments = parser.parse_args()
     if arguments.action == "write":

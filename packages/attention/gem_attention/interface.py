@@ -20,7 +20,8 @@ E head dim of v, S seeds, P number of relative positions 2 * max_positions - 1, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -136,6 +137,13 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         check_spec(self)
+        # Made here, not when asked for: a compiler can read an attribute, but not trace a JSON encoder.
+        object.__setattr__(self, "_text", json.dumps(asdict(self), sort_keys=True))
+
+    def to_text(self) -> str:
+        """This spec as JSON with sorted keys; `spec_text.spec_from_text` is the inverse. Equal specs, equal text."""
+        text: str = self._text  # type: ignore[attr-defined]
+        return text
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,7 +15,9 @@ from gem_attention.masks import sample_mask, time_buckets
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, layout: Layout) -> str | None:
-    """Why the reference cannot run: it loops over the values of the offsets, which meta tensors do not have."""
+    """Why the reference cannot run: it loops over the values of the offsets."""
+    if torch.compiler.is_compiling():
+        return "a compiler cannot trace its loop over samples; use impl='eager'"
     return "a meta tensor has no offsets to loop over" if q.device.type == "meta" else None
 
 
@@ -80,8 +82,8 @@ def attention_in(
             out_NHE = out_NHE / divisor[rows].to(dtype)[:, None, None]
         outputs.append(out_NHE)
     if not outputs:  # no samples: no rows, but a path for gradients
-        rows = (0, q.shape[0]) if spec.query == "broadcast" else (q.shape[0],)
-        return q.new_zeros(*rows, q.shape[1], v.shape[2]) + (q[:0].sum() + k[:0].sum() + v[:0].sum())
+        shape = (0, *q.shape[:2]) if spec.query == "broadcast" else q.shape[:2]
+        return q.new_zeros(*shape, v.shape[2]) + (q[:0].sum() + k[:0].sum() + v[:0].sum())
     return (torch.stack(outputs) if spec.query == "broadcast" else torch.cat(outputs)).to(q.dtype)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,9 +26,10 @@ QUERY_KINDS = ("self", "cross", "broadcast", "tail")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def _require(ok: bool, message: str) -> None:
+def _require(ok: bool, message: str | Callable[[], str]) -> None:
+    """Per-call checks pass a function: text is made only when wrong, and sizes that a compiler traces stay symbols."""
     if not ok:
-        raise ValueError(message)
+        raise ValueError(message if isinstance(message, str) else message())
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -253,7 +255,9 @@ def check_call(
 ) -> None:
     """Tensors of one call against spec and layout: shapes, dtypes, devices; reads no value."""
     _check_qkv(q, k, v, layout.k_offsets.device)
-    _require(k.shape[0] == layout.total_k, f"k has {k.shape[0]} rows, the layout {layout.total_k} (k_offsets[-1])")
+    _require(
+        k.shape[0] == layout.total_k, lambda: f"k has {k.shape[0]} rows, the layout {layout.total_k} (k_offsets[-1])"
+    )
     _check_query_kind(q, spec, layout)
     _check_needed("mask.targets", spec.mask.targets, "num_targets", layout.num_targets)
     _check_needed("mask.context", spec.mask.context, "num_context", layout.num_context)
@@ -264,78 +268,100 @@ def check_call(
     _check_table("time_table", time_table, spec.bias.time.count if spec.bias and spec.bias.time else 0, q)
     _require(
         positions == 0 or layout.max_k_len <= positions,
-        f"the layout allows {layout.max_k_len} tokens a sample, bias.max_positions is {positions}: raise it or cut",
+        lambda: (
+            f"the layout allows {layout.max_k_len} tokens a sample, bias.max_positions is {positions}: raise it or cut"
+        ),
     )
     rows = q.shape[0] * (layout.batch_size if spec.query == "broadcast" else 1)
     if spec.divisor == "per_token":
         if divisor is None:
             raise ValueError("spec.divisor is 'per_token', but no divisor was given: pass divisor=(one number per row)")
-        _require(divisor.shape == (rows,), f"divisor: expected shape ({rows},), got {tuple(divisor.shape)}")
+        _require(divisor.shape == (rows,), lambda: f"divisor: expected shape ({rows},), got {tuple(divisor.shape)}")
         _check_like_q("divisor", divisor, q)
-        _require(not divisor.requires_grad, "divisor has no gradient: pass divisor.detach()")
+        _require(not divisor.requires_grad, lambda: "divisor has no gradient: pass divisor.detach()")
     else:
-        _require(divisor is None, f"a divisor tensor was given, but spec.divisor is {spec.divisor}: set 'per_token'")
+        _require(
+            divisor is None, lambda: f"a divisor tensor was given, but spec.divisor is {spec.divisor}: set 'per_token'"
+        )
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, device: torch.device) -> None:
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        _require(t.dim() == 3, f"{name}: expected (tokens, heads, dim), got shape {tuple(t.shape)}")
-        _require(t.dtype in DTYPES, f"{name}: expected a floating dtype, got {t.dtype}")
-        _require(t.device == device, f"{name} is on {t.device}, the layout on {device}: move one of them")
-    _require(q.dtype == k.dtype == v.dtype, f"q, k, v must share a dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
-    _require(k.shape[:2] == v.shape[:2], f"k and v must agree in rows and heads; got {_shapes(k, v)}")
-    _require(q.shape[2] == k.shape[2], f"q and k must agree in head dim; got {_shapes(q, k)}")
-    _require(q.shape[2] > 0 and v.shape[2] > 0, f"head dims must be > 0; got q {_shapes(q)}, v {_shapes(v)}")
+    _check_tensor("q", q, device)
+    _check_tensor("k", k, device)
+    _check_tensor("v", v, device)
+    _require(q.dtype == k.dtype == v.dtype, lambda: f"q, k, v must share a dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    _require(k.shape[:2] == v.shape[:2], lambda: f"k and v must agree in rows and heads; got {_shapes(k, v)}")
+    _require(q.shape[2] == k.shape[2], lambda: f"q and k must agree in head dim; got {_shapes(q, k)}")
+    _require(q.shape[2] > 0 and v.shape[2] > 0, lambda: f"head dims must be > 0; got q {_shapes(q)}, v {_shapes(v)}")
     heads, kv_heads = q.shape[1], k.shape[1]
     _require(
         kv_heads > 0 and heads > 0 and heads % kv_heads == 0,
-        f"{heads} query heads cannot share {kv_heads} kv heads: the first must be a positive multiple of the second",
+        lambda: (
+            f"{heads} query heads cannot share {kv_heads} kv heads: the first must be a positive multiple of the second"
+        ),
     )
+
+
+def _check_tensor(name: str, t: Tensor, device: torch.device) -> None:
+    _require(t.dim() == 3, lambda: f"{name}: expected (tokens, heads, dim), got shape {tuple(t.shape)}")
+    _require(t.dtype in DTYPES, lambda: f"{name}: expected a floating dtype, got {t.dtype}")
+    _require(t.device == device, lambda: f"{name} is on {t.device}, the layout on {device}: move one of them")
 
 
 def _check_query_kind(q: Tensor, spec: AttentionSpec, layout: Layout) -> None:
     kind = spec.query
     if kind == "broadcast":
         _require(
-            layout.q_offsets is None, "query='broadcast' has dense q (S, H, D): build the layout without q_offsets"
+            layout.q_offsets is None,
+            lambda: "query='broadcast' has dense q (S, H, D): build the layout without q_offsets",
         )
     else:
-        _require(layout.q_offsets is not None, f"query={kind!r} needs q_offsets, but the layout has none")
-        _require(q.shape[0] == layout.total_q, f"q has {q.shape[0]} rows, the layout {layout.total_q} (q_offsets[-1])")
+        _require(layout.q_offsets is not None, lambda: f"query={kind!r} needs q_offsets, but the layout has none")
+        _require(
+            q.shape[0] == layout.total_q,
+            lambda: f"q has {q.shape[0]} rows, the layout {layout.total_q} (q_offsets[-1])",
+        )
     if kind == "self":
         _require(
             layout.q_offsets is layout.k_offsets,
-            "query='self' needs one set of offsets: build the layout with q_offsets only (no k_offsets)",
+            lambda: "query='self' needs one set of offsets: build the layout with q_offsets only (no k_offsets)",
         )
     _require(
         layout.tail == (kind == "tail"),
-        f"query={kind!r}, but the layout was built with tail={layout.tail}: only query='tail' takes tail=True",
+        lambda: f"query={kind!r}, but the layout was built with tail={layout.tail}: only query='tail' takes tail=True",
     )
     if kind in ("self", "tail"):
-        _require(layout.kv_index is None, f"query={kind!r} cannot share kv rows: use query='cross' or no kv_index")
+        _require(
+            layout.kv_index is None, lambda: f"query={kind!r} cannot share kv rows: use query='cross' or no kv_index"
+        )
 
 
 def _check_needed(rule: str, on: bool, name: str, tensor: Tensor | None) -> None:
-    _require(not on or tensor is not None, f"spec.{rule} is set, but the layout has no {name}: pass it to make_layout")
+    _require(
+        not on or tensor is not None,
+        lambda: f"spec.{rule} is set, but the layout has no {name}: pass it to make_layout",
+    )
 
 
 def _check_table(name: str, table: Tensor | None, columns: int, q: Tensor) -> None:
     if columns == 0:
-        _require(table is None, f"{name} was given, but the spec's bias does not use it")
+        _require(table is None, lambda: f"{name} was given, but the spec's bias does not use it")
         return
     if table is None:
         raise ValueError(f"the spec's bias needs {name}, (heads, {columns})")
     ok = table.dim() == 2 and table.shape[1] == columns and table.shape[0] > 0 and q.shape[1] % table.shape[0] == 0
     _require(
         ok,
-        f"{name}: expected (heads, {columns}) with heads a divisor of {q.shape[1]}; got shape {tuple(table.shape)}",
+        lambda: (
+            f"{name}: expected (heads, {columns}) with heads a divisor of {q.shape[1]}; got shape {tuple(table.shape)}"
+        ),
     )
     _check_like_q(name, table, q)
 
 
 def _check_like_q(name: str, t: Tensor, q: Tensor) -> None:
-    _require(t.device == q.device, f"{name} is on {t.device}, q on {q.device}: move one of them")
-    _require(t.dtype in (torch.float32, q.dtype), f"{name}: expected float32 or q's {q.dtype}, got {t.dtype}")
+    _require(t.device == q.device, lambda: f"{name} is on {t.device}, q on {q.device}: move one of them")
+    _require(t.dtype in (torch.float32, q.dtype), lambda: f"{name}: expected float32 or q's {q.dtype}, got {t.dtype}")
 
 
 def _shapes(*tensors: Tensor) -> str:
