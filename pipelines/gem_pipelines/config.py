@@ -25,7 +25,7 @@ FREE_ON_RESUME = frozenset(
         "train.eval_every",
         "train.eval_batch_size",
         "train.predictions",
-        "train.floor_rows",
+        "train.survey_rows",
         "train.checkpoint_every",
         "train.keep_checkpoints",
         "train.record_every",
@@ -154,8 +154,9 @@ class TrainConfig:
     """Evaluate every so many steps; 0: only at the end."""
     eval_batch_size: int = 2048
     """Rows of one evaluation batch over all processes."""
-    floor_rows: int = 1_000_000
-    """Compute the counting floors at the end where the data has at most so many rows; 0: never."""
+    survey_rows: int = 1_000_000
+    """Data of at most so many rows are read once more for the report: lengths and rates at the start, counting floors
+    at the end; 0: never."""
     predictions: bool = True
     """Write predictions-<step>.parquet at each evaluation."""
     checkpoint_every: int = 0
@@ -189,7 +190,7 @@ class TrainConfig:
         _at_least("train", 1, eval_batch_size=self.eval_batch_size, keep_checkpoints=self.keep_checkpoints)
         _at_least("train", 1, record_every=self.record_every, print_every=self.print_every, threads=self.threads)
         _at_least("train", 0, eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
-        _at_least("train", 0, profile_every=self.profile_every, seed=self.seed, floor_rows=self.floor_rows)
+        _at_least("train", 0, profile_every=self.profile_every, seed=self.seed, survey_rows=self.survey_rows)
         for weight in self.task_weights:
             _at_least("train", 0, task_weights=weight)
         if self.peak_flops_per_s is not None and not self.peak_flops_per_s > 0:

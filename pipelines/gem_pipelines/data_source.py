@@ -49,11 +49,16 @@ def data_directory(config: DataConfig, *, runtime: Runtime, say: Callable[[str],
 
 
 def cache_directory(config: DataConfig) -> Path:
-    """Where the data set of `config` is kept; named by its options and by what made it, so that neither is mixed up."""
+    """Where the data set of `config` is kept; named by its options and by the code that makes it.
+
+    So neither other options nor a changed generator find an older directory.
+    """
     options = parse_options(config.source, config.options)
     resolved = dataclasses.asdict(gem_datasets.options_type(config.source)(**options))
-    text = json.dumps(resolved, sort_keys=True, default=str)
-    return Path(config.cache) / f"{config.source}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(json.dumps(resolved, sort_keys=True, default=str).encode())
+    for source in sorted(Path(gem_datasets.__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return Path(config.cache) / f"{config.source}-{digest.hexdigest()[:8]}"
 
 
 def prepare_named(name: str, options: Sequence[str], directory: Path, *, say: Callable[[str], None]) -> Schema:

@@ -29,7 +29,7 @@ from gem_pipelines.contract import check_versions, installed_versions
 from gem_pipelines.data_source import data_directory
 from gem_pipelines.errors import RunError
 from gem_pipelines.measure import matmul_peak_flops_per_s, memory_bytes
-from gem_pipelines.model import build_model, table_specs
+from gem_pipelines.model.build import build_model, table_specs
 from gem_pipelines.outcome import Throughput, best_possible_ne, counting_floors
 from gem_pipelines.parallelize import parallelize, parameter_counts, seed_everything
 from gem_pipelines.progress import ProgressDisplay
@@ -304,15 +304,18 @@ class Job:
             "parameters": parameter_counts(self.trainer.parallel),
             "peak_flops_per_s": peak,
             "peak_source": "measured" if self.config.train.peak_flops_per_s is None else "given",
-            "data": inspect_dataset(self.data) if self.runtime.is_main else None,
+            "data": inspect_dataset(self.data) if self.runtime.is_main and self._surveyed() else None,
             "total_steps": self.total_steps,
         }
 
+    def _surveyed(self) -> bool:
+        return sum(file.rows for file in self.schema.files) <= self.config.train.survey_rows
+
     def _end_record(self, seconds: float) -> dict[str, Any]:
         task = self.trainer.tasks[0]
-        floors = (
-            counting_floors(self.data, self.schema, task, self.config.train.floor_rows) if self.runtime.is_main else {}
-        )
+        floors: dict[str, dict[str, Any]] = {}
+        if self.runtime.is_main and self._surveyed():
+            floors = counting_floors(self.data, self.schema, task, say=self.display.say)
         return {
             "kind": "end",
             "step": self.trainer.position.step,

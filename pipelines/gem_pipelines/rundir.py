@@ -111,16 +111,17 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def json_line(record: dict[str, Any]) -> str:
     """One line of JSON. A number that is not finite becomes null, which every JSON reader understands."""
-    return json.dumps(_finite(record), allow_nan=False) + "\n"
+    return json.dumps(finite(record), allow_nan=False) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """`value` with None in place of every number that is not finite, and lists for tuples."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

@@ -25,8 +25,8 @@ from gem_pipelines.errors import RemoteError
 from gem_pipelines.features import to_model_input
 from gem_pipelines.loss import bce_by_task, mean_by_task, metric_sums, scaled_loss
 from gem_pipelines.metrics import BinarySums, TaskMetrics, normalized_entropy
-from gem_pipelines.model import training_flops
 from gem_pipelines.model.flops import PARTS as MODEL_PARTS
+from gem_pipelines.model.flops import training_flops
 from gem_pipelines.optimizer import DenseOptimizer
 from gem_pipelines.parallelize import ParallelModel
 from gem_pipelines.runtime import Runtime

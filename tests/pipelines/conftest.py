@@ -46,7 +46,7 @@ def debug_config(debug_data: Path) -> Callable[..., Any]:
         config = debug()
         base = {
             "data": {"source": str(debug_data), "options": (), "global_batch_size": 32, "prefetch": 0},
-            "train": {"steps": 4, "tensorboard": False, "peak_flops_per_s": 1e9, "floor_rows": 0, "profile_every": 0},
+            "train": {"steps": 4, "tensorboard": False, "peak_flops_per_s": 1e9, "survey_rows": 0, "profile_every": 0},
         }
         for name in {*base, *sections}:
             values = {**base.get(name, {}), **sections.get(name, {})}

@@ -74,7 +74,7 @@ def test_bad_numbers_name_task_and_place(batch_and_schema, name, value, message)
 
 
 @pytest.mark.parametrize("wrong", ["rows", "minus one", "far"])
-@pytest.mark.parametrize("feature", ["user", "organic.item"])
+@pytest.mark.parametrize("feature", ["item", "organic.item"])
 def test_ids_outside_their_table(batch_and_schema, feature, wrong):
     batch, schema = batch_and_schema
     table = dict(schema.id_features())[feature]

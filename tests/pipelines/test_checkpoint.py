@@ -57,12 +57,12 @@ def spoil(stored: Checkpoint) -> tuple[Checkpoint, list[str]]:
     del tensors[dense[0]]
     tensors["dense.unknown"] = torch.zeros(2)
     tensors[dense[1]] = tensors[dense[1]].double()
-    tensors["tables.user.weight"] = torch.zeros(3, 8)
+    tensors["tables.item.weight"] = torch.zeros(3, 8)
     moment = next(key for key in tensors if key.endswith(".exp_avg_sq"))
     del tensors[moment]
     config = {**stored.about["config"], "optimizer": {**stored.about["config"]["optimizer"], "lr": 0.5}}
     state = {**stored.state, "metrics": {**stored.state["metrics"], "lifetime": {"buy": [0.0] * 5}}}
-    names = [dense[0], "dense.unknown", dense[1], "tables.user.weight", moment, "optimizer.lr", "buy"]
+    names = [dense[0], "dense.unknown", dense[1], "tables.item.weight", moment, "optimizer.lr", "buy"]
     return Checkpoint(tensors=tensors, state=state, about={**stored.about, "config": config}), names
 
 

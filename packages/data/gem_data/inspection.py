@@ -102,7 +102,8 @@ def _inspect_split(directory: str | Path, schema: Schema, split: str) -> dict[st
         "labels": {
             label.name: {
                 "rate": float(gathered.weighted[task] / gathered.weights[task]) if gathered.weights[task] else None,
-                "positives": int(gathered.labels[task]),
+                # a NaN label makes the sum NaN: inspection shows what can be shown, reading names the row
+                "positives": int(gathered.labels[task]) if np.isfinite(gathered.labels[task]) else None,
                 "weight_sum": float(gathered.weights[task]),
             }
             for task, label in enumerate(schema.labels)

@@ -33,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = [argument for argument in arguments if argument != "--traceback"]
     try:
         return _dispatch(arguments)
+    except BrokenPipeError:  # the reader of our output (head, less) has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_MISTAKE
     except (ValueError, OSError) as error:
         if show_traceback:
             traceback.print_exc()

@@ -50,7 +50,9 @@ def inspect(arguments: Sequence[str]) -> int:
     directory = _directory("inspect", "Rows, lengths, label rates and time span of a data set, as JSON.", arguments)
     from gem_data.api import inspect_dataset
 
-    print(json.dumps(inspect_dataset(directory), indent=2, default=str))
+    from gem_pipelines.rundir import finite
+
+    print(json.dumps(finite(inspect_dataset(directory)), indent=2))
     return 0
 
 
