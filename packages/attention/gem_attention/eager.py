@@ -65,7 +65,7 @@ def attention(
     masks = group_masks(plan, spec, own)
     added = biases(spec, plan, own, position_table, time_table, q)
     outputs = [
-        _attend(q_g, k_g, v_g, mask, bias, spec, group)
+        _attend(q_g, k_g, v_g, mask, bias, spec=spec, group=group)
         for q_g, k_g, v_g, mask, bias, group in zip(qs, ks, vs, masks, added, plan.groups, strict=True)
     ]
     if spec.query == "broadcast":
@@ -101,6 +101,7 @@ def _attend(
     v_GJME: Tensor,
     mask_GNM: Tensor | None,
     bias_GHNM: Tensor | None,
+    *,
     spec: AttentionSpec,
     group: Group,
 ) -> Tensor:

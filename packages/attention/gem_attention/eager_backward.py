@@ -62,7 +62,7 @@ def backward(
     tables = _TableGradients(spec, plan, own, position_table, time_table)
     dqs, dks, dvs = [], [], []
     for i, group in enumerate(plan.groups):
-        dq, dk, dv, ds = _group_backward(dos[i], qs[i], ks[i], vs[i], masks[i], added[i], spec, group)
+        dq, dk, dv, ds = _group_backward(dos[i], qs[i], ks[i], vs[i], masks[i], added[i], spec=spec, group=group)
         tables.add(i, ds)
         dqs.append(dq.sum(0) if spec.query == "broadcast" else dq)
         dks.append(dk)
@@ -106,6 +106,7 @@ def _group_backward(
     v_GJME: Tensor,
     mask_GNM: Tensor | None,
     bias_GHNM: Tensor | None,
+    *,
     spec: AttentionSpec,
     group: Group,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -72,7 +72,7 @@ def attention_in(
             q_NHD,
             k[keys].to(dtype),
             spec.scale,
-            _sample_bias(spec, layout, keys, position_table, time_table, q.shape[1], dtype),
+            _sample_bias(spec, layout, keys, position_table, time_table, heads=q.shape[1], dtype=dtype),
             spec,
         )
         visible_NM = _sample_visible(spec, layout, b, q_NHD.shape[0], keys.stop - keys.start).to(q.device)
@@ -115,6 +115,7 @@ def _sample_bias(
     keys: slice,
     position_table: Tensor | None,
     time_table: Tensor | None,
+    *,
     heads: int,
     dtype: torch.dtype,
 ) -> Tensor | None:
