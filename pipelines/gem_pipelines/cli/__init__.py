@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if show_traceback:
             traceback.print_exc()
-        print(f"gemline{_rank()}: error: {_message(error)}", file=sys.stderr)
+        # One write with its line end: the messages of several ranks do not run into each other.
+        sys.stderr.write(f"gemline{_rank()}: error: {_message(error)}\n")
         return EXIT_MISTAKE
     except KeyboardInterrupt:
         print("gemline: interrupted", file=sys.stderr)
