@@ -122,3 +122,12 @@ def test_inspect_counts_what_is_there(tmp_path: Path) -> None:
     prices = [row["dense.price"] for row in rows]
     assert train["dense"]["price"]["min"] == min(prices)
     assert train["lists"]["genres"]["total"] == sum(len(row["ids.genres"]) for row in rows)
+
+
+def test_inspect_checks_values_where_asked(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "d")
+    assert inspect_dataset(tmp_path / "d", check=True) == inspect_dataset(tmp_path / "d")
+    damage(tmp_path / "d", "label 7")
+    assert inspect_dataset(tmp_path / "d")["splits"]["train"]["rows"] == 100
+    with pytest.raises(DataError, match=r"row 4 \(sample_id 22\), column label\.like: expected 0 or 1, came 7\.0"):
+        inspect_dataset(tmp_path / "d", check=True)

@@ -18,8 +18,11 @@ QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 _MAX_COUNTED_TABLE = 1 << 28
 
 
-def inspect_dataset(directory: str | Path) -> dict[str, Any]:
+def inspect_dataset(directory: str | Path, *, check: bool = False) -> dict[str, Any]:
     """JSON-able description of the data set.
+
+    check  also check every value, as reading for training does: then data that this function accepts cannot stop a
+           run half-way, at the cost of the checks alone (the pass over the files is made anyway)
 
     {"name", "created_by", "facts", "tables": {table: rows},
      "splits": {split: {
@@ -30,7 +33,7 @@ def inspect_dataset(directory: str | Path) -> dict[str, Any]:
         "streams": {name: {"total", "mean", "quantiles", "max_length", "cut_rows"}},  cut_rows: longer than max_length
         "tables": {table: distinct ids that occur, or null}}}}
 
-    Raises DataError for data that cannot be decoded; values are not checked here.
+    Raises DataError for data that cannot be decoded, and with `check` for the first bad value.
     """
     schema = read_schema(directory)
     present = [split for split in SPLITS if any(file.split == split for file in schema.files)]
@@ -39,7 +42,7 @@ def inspect_dataset(directory: str | Path) -> dict[str, Any]:
         "created_by": schema.created_by,
         "facts": schema.facts,
         "tables": schema.table_rows(),
-        "splits": {split: _inspect_split(directory, schema, split) for split in present},
+        "splits": {split: _inspect_split(directory, schema, split, check=check) for split in present},
     }
 
 
@@ -78,12 +81,13 @@ class _Gathered:
             seen[ids[(ids >= 0) & (ids < len(seen))]] = True
 
 
-def _inspect_split(directory: str | Path, schema: Schema, split: str) -> dict[str, Any]:
+def _inspect_split(directory: str | Path, schema: Schema, split: str, *, check: bool) -> dict[str, Any]:
     shards = Shards(directory, schema, split)
+    read = shards.read if check else shards.read_unchecked
     gathered = _Gathered(schema)
     for footer in shards.footers:
         for group in range(len(footer.group_rows)):
-            gathered.add(schema, shards.read_unchecked(footer.index, group))
+            gathered.add(schema, read(footer.index, group))
     keys = np.concatenate(gathered.keys, axis=1) if gathered.keys else np.empty((2, 0), np.int64)
     dense = np.concatenate(gathered.dense) if gathered.dense else np.empty((0, len(schema.dense)), np.float32)
     rows = keys.shape[1]
