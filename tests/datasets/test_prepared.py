@@ -9,7 +9,7 @@ from gem_datasets.prepared import DatasetError, Ragged, build, feature, split_ro
     ("times", "fraction", "cut"),
     [
         ([10, 20, 20, 20, 30], 0.5, 1),  # 1 is nearer to 2 than 4 is
-        ([10, 20, 20, 20, 30], 0.7, 4),
+        ([10, 20, 20, 20, 30], 0.6, 4),  # 4 is nearer to 3 than 1 is
         ([1, 2, 3, 4, 5], 0.8, 4),
         ([1, 1, 1, 2], 0.5, 3),  # no cut before the first group
         ([1, 2, 2, 2], 0.75, 1),  # nor after the last one

@@ -70,7 +70,7 @@ def test_the_planted_probability_is_a_function_of_the_rows_own_columns(options, 
 
 def test_labels_follow_the_planted_probabilities():
     """With p planted, sum(label - p) / sqrt(sum p (1 - p)) is a standard normal: overall and by tenths of p."""
-    options = synthetic.SyntheticOptions(rows=20_000, users=300, items=200, streams=1, max_length=4)
+    options = synthetic.SyntheticOptions(rows=60_000, users=300, items=200, streams=1, max_length=4)
     world = make_world(options.users, options.items, synthetic._rng(options, 0))
     start, stop = synthetic.START_TIME, synthetic.START_TIME + options.days * DAY_S
     events = [
