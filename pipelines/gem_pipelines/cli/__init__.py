@@ -23,6 +23,9 @@ COMMANDS = {
     "doctor": "say what this machine can run, and why not the rest",
 }
 
+_HELP = """'gemline COMMAND --help' says more; --traceback shows where a mistake was found.
+exit codes: 0 done, 1 a mistake in command, config, data or checkpoint, 3 a fault of the program, 130 interrupted"""
+
 EXIT_OK, EXIT_MISTAKE, EXIT_FAULT, EXIT_INTERRUPTED = 0, 1, 3, 130
 
 
@@ -64,7 +67,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _usage() -> str:
     lines = [f"  {name:8} {text}" for name, text in COMMANDS.items()]
-    return "usage: gemline COMMAND ...\n\n" + "\n".join(lines) + "\n\n'gemline COMMAND --help' says more."
+    return "usage: gemline COMMAND ...\n\n" + "\n".join(lines) + "\n\n" + _HELP
 
 
 def _message(error: BaseException) -> str:
