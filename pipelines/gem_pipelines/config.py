@@ -155,8 +155,8 @@ class TrainConfig:
     eval_batch_size: int = 2048
     """Rows of one evaluation batch over all processes."""
     survey_rows: int = 1_000_000
-    """Data of at most so many rows are read once more for the report: lengths and rates at the start, counting floors
-    at the end; 0: never."""
+    """Data of at most so many rows are read once before the run, every value checked, lengths and rates noted for the
+    report; and counting floors are computed at the end. 0: never."""
     predictions: bool = True
     """Write predictions-<step>.parquet at each evaluation."""
     checkpoint_every: int = 0

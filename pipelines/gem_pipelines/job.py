@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from gem_data.api import build_loader, inspect_dataset
+from gem_data.api import build_loader, inspect_dataset, read_schema
 from gem_data.interface import Batch, Loader, LoaderConfig, Schema
 
 from gem_pipelines import checkpoint, evaluate
@@ -83,6 +83,7 @@ def _run(request: Request, runtime: Runtime) -> Outcome | None:
         directory.check_unused()
     say = print if runtime.is_main else lambda *_, **__: None
     data = data_directory(config.data, runtime=runtime, say=say)
+    survey = survey_data(data, row_limit=config.train.survey_rows, runtime=runtime)
     job = build(config, data=data, directory=directory, runtime=runtime)
     first = job.restore_latest() if request.resume else 0
     if runtime.is_main:
@@ -92,7 +93,26 @@ def _run(request: Request, runtime: Runtime) -> Outcome | None:
         else:
             directory.create(config, command=request.command)
     runtime.barrier()
-    return job.train(resumed_from=first if request.resume else None)
+    return job.train(resumed_from=first if request.resume else None, survey=survey)
+
+
+def survey_data(data: Path, *, row_limit: int, runtime: Runtime) -> dict[str, Any] | None:
+    """What is in the data, with every value checked, on rank 0; None elsewhere, and for more than `row_limit` rows.
+
+    A bad value stops all ranks before the run begins. Larger data are checked as they are read.
+    """
+    if sum(file.rows for file in read_schema(data).files) > row_limit:
+        return None
+    survey, error = None, ""
+    if runtime.is_main:
+        try:
+            survey = inspect_dataset(data, check=True)
+        except ValueError as problem:
+            error = str(problem)
+    error = runtime.from_main(error)
+    if error:
+        raise RunError(error)
+    return survey
 
 
 def loader_config(config: RunConfig) -> LoaderConfig:
@@ -163,15 +183,15 @@ class Job:
         say(f"resumed from step {step}")
         return step
 
-    def train(self, *, resumed_from: int | None) -> Outcome | None:
-        """Train to the last step; returns the outcome on rank 0."""
+    def train(self, *, resumed_from: int | None, survey: dict[str, Any] | None) -> Outcome | None:
+        """Train to the last step; returns the outcome on rank 0. `survey`: what survey_data said, for the record."""
         started = time.perf_counter()
         first = self.trainer.position.step
         peak = self._peak_flops_per_s()
         if self.runtime.is_main:
             train = self.config.train
             self._sinks = Sinks(self.directory, tensorboard=train.tensorboard, first_step=first, say=self.display.say)
-        self._write(self._start_record(peak, resumed_from))
+        self._write(self._start_record(peak, resumed_from, survey))
         self.display.start(first)
         try:
             steps = self._steps()
@@ -294,7 +314,7 @@ class Job:
         mine = matmul_peak_flops_per_s(self.runtime.device) if given is None else given
         return float(self.runtime.sum(torch.tensor([mine], dtype=torch.float64)))
 
-    def _start_record(self, peak: float, resumed_from: int | None) -> dict[str, Any]:
+    def _start_record(self, peak: float, resumed_from: int | None, survey: dict[str, Any] | None) -> dict[str, Any]:
         return {
             "kind": "start",
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -304,7 +324,7 @@ class Job:
             "parameters": parameter_counts(self.trainer.parallel),
             "peak_flops_per_s": peak,
             "peak_source": "measured" if self.config.train.peak_flops_per_s is None else "given",
-            "data": inspect_dataset(self.data) if self.runtime.is_main and self._surveyed() else None,
+            "data": survey,
             "total_steps": self.total_steps,
         }
 

@@ -255,20 +255,23 @@ BAD_DATA = {
 }
 
 
+@pytest.mark.parametrize("survey", ["surveyed first", "found in reading"])
 @pytest.mark.parametrize("kind", sorted(BAD_DATA))
-def test_bad_data_is_named_before_anything_is_trained(kind, debug_data, tmp_path, capsys):
+def test_bad_data_is_named_before_anything_is_trained(kind, survey, debug_data, tmp_path, capsys):
     spoil, names = BAD_DATA[kind]
-    directory, run_dir = tmp_path / "data", tmp_path / "run"
+    directory, run = tmp_path / "data", tmp_path / "run"
     shutil.copytree(debug_data, directory)
     spoil(directory)
-    arguments = ["train", "--recipe", "debug", "--data", str(directory), "--run-dir", str(run_dir), *SMALL]
-    assert (
-        main([*arguments, "--data.shuffle", "False", "--data.global-batch-size", "320", "--data.logical-shards", "1"])
-        == 1
-    )
+    arguments = ["train", "--recipe", "debug", "--data", str(directory), "--run-dir", str(run), *SMALL]
+    if survey == "found in reading":
+        arguments += ["--train.survey-rows", "0"]
+    assert main(arguments) == 1
     shown = capsys.readouterr().err
     assert [name for name in names if name.lower() not in shown.lower()] == [], shown
     assert "Traceback" not in shown
-    records = read_records(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
-    assert [record["kind"] for record in records if record["kind"] != "start"] == []
-    assert not list(run_dir.glob("checkpoints/*"))
+    if survey == "surveyed first":
+        assert not run.exists()
+    else:
+        records = read_records(run / "metrics.jsonl") if run.exists() else []
+        assert [record["kind"] for record in records] == ["start"] * len(records)
+        assert not list(run.glob("checkpoints/*"))

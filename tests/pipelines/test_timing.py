@@ -95,7 +95,7 @@ def test_a_profiled_step_computes_the_same_bits(make_job, state_of):
     states = []
     for name in ("plain", "profiled"):
         job = make_job(name, train={"profile_every": 1 if name == "profiled" else 0})
-        job.train(resumed_from=None)
+        job.train(resumed_from=None, survey=None)
         states.append(state_of(job))
         shares = job.throughput.summary()["share_by_part"]
         assert bool(shares) == (name == "profiled")
