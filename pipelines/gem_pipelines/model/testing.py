@@ -88,17 +88,22 @@ KINDS = {
 
 
 def make_inputs(
-    clicks: list[int], views: list[int] | None = None, *, seed: int = 0, dtype: torch.dtype = torch.float64
+    clicks: list[int],
+    views: list[int] | None = None,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    table_dim: int = TABLE_DIM,
 ) -> ModelInput:
     """Inputs of rows with these numbers of events; rows with equal position and seed in equal batches are equal."""
     views = [1] * len(clicks) if views is None else views
-    rows = [
-        _row(click, view, seed * 1000 + index) for index, (click, view) in enumerate(zip(clicks, views, strict=True))
-    ]
-    return join(rows, dtype=dtype)
+    counts = list(zip(clicks, views, strict=True))
+    rows = [_row(*events, seed * 1000 + index, table_dim) for index, events in enumerate(counts)]
+    empty = {name: tensor[:0] for name, tensor in _row(1, 1, 0, table_dim).items()}
+    return _join(rows, empty, dtype)
 
 
-def _row(clicks: int, views: int, seed: int) -> dict[str, torch.Tensor]:
+def _row(clicks: int, views: int, seed: int, table_dim: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -108,12 +113,12 @@ def _row(clicks: int, views: int, seed: int) -> dict[str, torch.Tensor]:
         return NOW - 1 - torch.randint(0, 5000, (count,), generator=generator).sort(descending=True)[0]
 
     return {
-        "item": draw(1, TABLE_DIM),
-        "user": draw(1, TABLE_DIM),
-        "tags": draw(1, TABLE_DIM),
-        "clicks.item": draw(clicks, TABLE_DIM),
-        "clicks.tag": draw(clicks, TABLE_DIM),
-        "views.tag": draw(views, TABLE_DIM),
+        "item": draw(1, table_dim),
+        "user": draw(1, table_dim),
+        "tags": draw(1, table_dim),
+        "clicks.item": draw(clicks, table_dim),
+        "clicks.tag": draw(clicks, table_dim),
+        "views.tag": draw(views, table_dim),
         "dense": draw(1, 2),
         "clicks.actions": torch.randint(0, 8, (clicks,), generator=generator),
         "clicks.times": times(clicks),
@@ -122,9 +127,7 @@ def _row(clicks: int, views: int, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def join(rows: list[dict[str, torch.Tensor]], *, dtype: torch.dtype = torch.float64) -> ModelInput:
-    """Rows as one batch."""
-    empty = {name: tensor[:0] for name, tensor in _row(1, 1, 0).items()}
+def _join(rows: list[dict[str, torch.Tensor]], empty: dict[str, torch.Tensor], dtype: torch.dtype) -> ModelInput:
     whole = {name: torch.cat([row[name] for row in rows] or [empty[name]]) for name in empty}
     streams = {}
     for name in ("clicks", "views"):

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from gem_data.interface import Schema
-from gem_pipelines.model import build_model, table_specs
+from gem_pipelines.model import build_model, presets, table_specs
 from gem_pipelines.model.config import HeadsConfig, InteractionConfig, ModelConfig, StreamConfig
 from gem_pipelines.model.inputs import ModelInput
 from gem_pipelines.model.plan import plan_model
@@ -162,6 +162,24 @@ def test_comp_skip_pools_only_where_it_should():
     short = build_model(make_schema(), make_config(layers=3, stream=stream_config(blocks=("hstu",))), seed=0)
     assert ["clicks" in layer.summaries for layer in short.layers] == [True, True, False]
     assert len(short.last_summaries) == 0
+
+
+@pytest.mark.parametrize("preset", [presets.debug, presets.ml100k_cpu, presets.synthetic_cpu])
+def test_presets_train(preset):
+    """A model of each size lowers its loss on a batch it sees again."""
+    config = preset()
+    model = build_model(make_schema(), config, seed=0)
+    inputs = make_inputs([3, 0, 5], [1, 2, 0], dtype=torch.float32, table_dim=config.table_dim)
+    labels = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_table_specs_follow_the_schema():
