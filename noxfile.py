@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import shutil
+import tomllib
 from pathlib import Path
 
 import nox
@@ -92,6 +93,48 @@ def lint(session: nox.Session) -> None:
     run(session, "ruff", "check", ".")
     run(session, "ruff", "format", "--check", ".")
     run(session, "mypy")
+
+
+@inside
+def alone(session: nox.Session) -> None:
+    """Each package's tests with its siblings, and what it does not need, refused.   [-- gem_data ...]"""
+    known = tomllib.loads((ROOT / "ci" / "alone.toml").read_text())
+    folders = [*ROOT.glob("packages/*/gem_*"), ROOT / "datasets" / "gem_datasets"]
+    ours = {"gem_pipelines", *(folder.name for folder in folders)}
+    for name in session.posargs or sorted(ours - {"gem_pipelines"}):
+        blocked = ",".join(sorted((ours - {name}) | set(known[name]["not_needed"])))
+        tests = f"tests/{name.removeprefix('gem_')}"
+        left_out = [f"--ignore-glob=*/{pattern}" for pattern in known[name].get("ignore", ())]
+        arguments = ("-p", "blocked_imports", "--blocked", blocked, *left_out, tests)
+        run(session, "pytest", *arguments, PYTHONPATH="ci", **THREADS)
+
+
+@inside
+def distributed(session: nox.Session) -> None:
+    """The tests that start several gloo processes, one test at a time.   [-- pytest arguments]"""
+    run(session, "pytest", "-m", "distributed and not gpu", *session.posargs, **THREADS)
+
+
+@inside
+def gate(session: nox.Session) -> None:
+    """Exact counters against their record; fails on a regression.   [-- another command of ci/gate.py]"""
+    run(session, "python", "-W", "ignore", "ci/gate.py", *(session.posargs or ["counters"]), **THREADS)
+
+
+@inside
+def bench(session: nox.Session) -> None:
+    """The whole gate: counters, then times of GATE_BASE against HEAD.   [-- desk: pytest-benchmark at the desk]"""
+    if session.posargs[:1] == ["desk"]:
+        run(session, "pytest", "benchmarks/desk", *session.posargs[1:], **THREADS)
+        return
+    run(session, "python", "-W", "ignore", "ci/gate.py", "counters", **THREADS)
+    run(session, "python", "-W", "ignore", "ci/gate.py", "times", *session.posargs, **THREADS)
+
+
+@inside
+def publish(session: nox.Session) -> None:
+    """asv's pages from benchmarks/results into benchmarks/html; fails if a recorded value is missing on them."""
+    run(session, "python", "ci/gate.py", "publish")
 
 
 @inside

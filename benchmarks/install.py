@@ -31,9 +31,8 @@ def requirements_of(wheel: Path) -> str:
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = archive.read(name).decode()
-    return "\n".join(
-        re.findall(r"^Requires-Dist: .*(?:extra == .(?:torchrec|triton).|^[^;]*)$", metadata, re.MULTILINE)
-    )
+    wanted = re.compile(r"Requires-Dist: (?:[^;]*|.*; extra == .(?:torchrec|triton).)")
+    return "\n".join(line for line in metadata.splitlines() if wanted.fullmatch(line))
 
 
 def main(wheel: Path) -> None:

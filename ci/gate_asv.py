@@ -40,8 +40,8 @@ class Workplace:
     results: Path = SCRATCH / "results"
     html: Path = BENCHMARKS / "html"
 
-    def config(self) -> Path:
-        """Write the configuration of this workplace; returns its path."""
+    def config(self, folder: Path) -> Path:
+        """Write the configuration of this workplace into `folder`; returns its path."""
         tree = json.loads((BENCHMARKS / "asv.conf.json").read_text())
         tree |= {
             "repo": str(self.repo),
@@ -53,7 +53,8 @@ class Workplace:
             "install_command": [f"python {BENCHMARKS / 'install.py'} {{wheel_file}}"],
         }
         self.results.mkdir(parents=True, exist_ok=True)
-        path = self.results.parent / f"asv-{self.results.name}.conf.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "asv.conf.json"
         path.write_text(json.dumps(tree, indent=1))
         return path
 
@@ -81,9 +82,15 @@ def write_machine(values: Mapping[str, str] | None = None) -> str:
     return values["machine"]
 
 
-def asv(workplace: Workplace, *arguments: str, allowed: Sequence[int] = (0,), quiet: bool = False) -> int:
+def asv(
+    workplace: Workplace,
+    *arguments: str,
+    allowed: Sequence[int] = (0,),
+    config_folder: Path = SCRATCH,
+    quiet: bool = False,
+) -> int:
     """Run asv; its exit code, which must be one of `allowed`."""
-    command = [sys.executable, "-m", "asv", "--config", str(workplace.config()), *arguments]
+    command = [sys.executable, "-m", "asv", "--config", str(workplace.config(config_folder)), *arguments]
     environment = {**os.environ, **THREADS, "PYTHONHASHSEED": "0"}
     output = subprocess.PIPE if quiet else None
     done = subprocess.run(

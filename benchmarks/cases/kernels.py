@@ -2,7 +2,7 @@
 
 Registers, spilled loads and stores, shared memory and instructions of the forward, dq and dkv kernel of one member of
 the family, bf16, head dim 128, for sm_90 (Hopper) and sm_100 (Blackwell). Free of noise, and the first to move when a
-change spills. `missed_matrix_instructions` counts kernels whose products fell back to the older instructions: 0 on both.
+change spills. `missed_matrix_instructions` is 1 where a kernel fell back to the older matrix instructions.
 The check runs the same kernels, the same sources, in Triton's interpreter against the reference; it needs a process of
 its own, since Triton decides at import.
 """

@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cases import Case, all_cases, prepare
+from timing import cpu_clock
 
 from suites.counters import take_counters
 

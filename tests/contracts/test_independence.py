@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,13 +40,7 @@ def test_imports_no_sibling(name):
 
 # Without a GPU, and without what each package does not need, it imports in a fresh process.
 NOT_NEEDED = {
-    "gem_attention": {"torchrec", "fbgemm_gpu", "triton", "pyarrow"},
-    "gem_data": {"triton", "rich", "tyro"},
-    "gem_embeddings": {"triton", "rich", "tyro"},
-    "gem_datasets": {"torchrec", "fbgemm_gpu", "triton"},
-    "gem_comm": {"torchrec", "fbgemm_gpu", "triton", "pyarrow"},
-    "gem_memory": {"torchrec", "fbgemm_gpu", "triton", "pyarrow"},
-    "gem_precision": {"torchrec", "fbgemm_gpu", "triton", "pyarrow"},
+    name: set(entry["not_needed"]) for name, entry in tomllib.loads((ROOT / "ci" / "alone.toml").read_text()).items()
 }
 
 

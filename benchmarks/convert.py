@@ -1,0 +1,141 @@
+"""Store measurements of a GPU host as asv results of a machine with that GPU's name.
+
+    python benchmarks/convert.py OUT/*.json [--commit COMMIT] [--results benchmarks/results]
+
+asv cannot run on a host without network (it builds environments), so the host writes files of measurements (record.py)
+and here they join the history: results/<gpu>/<commit>-<environment>.json, the list of benchmarks, and the raw files
+with clocks, power cap and throttle reasons in benchmarks/gpu/records/. Then `nox -s publish` draws them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from record import UNITS, Measurement, read_measurements
+
+HERE = Path(__file__).resolve().parent
+
+
+def machine_name(gpu: str) -> str:
+    """ "NVIDIA H200" -> "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def machine_of(tree: dict[str, Any]) -> dict[str, str]:
+    """asv's description of the host, the GPU in it; a file from a host without a GPU is refused."""
+    device = tree["device_before"]
+    if device["name"] == "none":
+        raise ValueError("measured on a host without a GPU: asv itself measures those (python ci/gate.py record)")
+    cap = device["power_cap_w"]
+    return {
+        "machine": machine_name(device["name"]),
+        "gpu": device["name"],
+        "gpu_power_cap_w": "unknown" if cap is None else f"{cap:.0f}",
+        "os": tree["host"]["os"],
+        "arch": tree["host"]["arch"],
+        "num_cpu": tree["host"]["num_cpu"],
+        "cpu": "",
+        "ram": "",
+    }
+
+
+def commit_of(tree: dict[str, Any], given: str | None) -> tuple[str, int]:
+    """(hash, date in ms) of the measured commit, which this repository must have."""
+    name = given or tree["commit"]
+    if not name:
+        raise ValueError("the file names no commit: pass --commit")
+    command = ["git", "show", "--no-patch", "--format=%H %ct", f"{name}^{{commit}}"]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"commit {name!r} is not in this repository: {done.stderr.strip()}")
+    commit, seconds = done.stdout.split()
+    return commit, int(seconds) * 1000
+
+
+def benchmark_of(measurement: Measurement) -> dict[str, Any]:
+    """The entry of benchmarks.json."""
+    unit, _ = UNITS[measurement.unit]
+    kind = "time" if unit == "seconds" else "track"
+    name = f"{measurement.case}.{'time_device' if kind == 'time' else 'track_' + unit}"
+    return {
+        "name": name,
+        "type": kind,
+        "unit": unit,
+        "params": [],
+        "param_names": [],
+        "version": "gpu 1",
+        "code": measurement.case,
+        "timeout": 60,
+    }
+
+
+def convert(path: Path, *, results: Path, records: Path, commit: str | None = None) -> Path:
+    """Add one file to the record; returns the asv result file. Results of other cases of that commit stay."""
+    from asv.results import Results
+    from asv.runner import BenchmarkResult
+
+    tree = read_measurements(path)
+    machine = machine_of(tree)
+    commit_hash, date = commit_of(tree, commit)
+    requirements = {name: tree["versions"][name] for name in ("torch", "triton")}
+    environment = "gpu-py" + ".".join(tree["versions"]["python"].split(".")[:2])
+    result = Results(machine, requirements, commit_hash, date, tree["versions"]["python"], environment, {})
+    result.load_data(str(results))
+    now = datetime.datetime.now(datetime.UTC)
+    for measurement in tree["measurements"]:
+        _, factor = UNITS[measurement.unit]
+        samples = [sample * factor for sample in measurement.samples]
+        timed = measurement.unit == "ms"
+        value = BenchmarkResult(
+            result=[statistics.median(samples)],
+            samples=[samples if timed else None],
+            number=[1 if timed else None],
+            errcode=0,
+            stderr="",
+            profile=None,
+        )
+        result.add_result(benchmark_of(measurement), value, started_at=now, record_samples=True)
+    result.save(str(results))
+    (results / machine["machine"] / "machine.json").write_text(json.dumps({**machine, "version": 1}, indent=1) + "\n")
+    add_benchmarks(results, [benchmark_of(measurement) for measurement in tree["measurements"]])
+    records.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(path, records / f"{machine['machine']}-{commit_hash[:8]}-{path.name}")
+    return results / machine["machine"] / f"{commit_hash[:8]}-{environment}.json"
+
+
+def add_benchmarks(results: Path, entries: list[dict[str, Any]]) -> None:
+    """Put entries into benchmarks.json."""
+    path = results / "benchmarks.json"
+    known = json.loads(path.read_text()) if path.exists() else {"version": 2}
+    version = known.pop("version")
+    known |= {entry["name"]: entry for entry in entries}
+    path.write_text(json.dumps({**dict(sorted(known.items())), "version": version}, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--commit", help="the measured commit, where the file does not name it")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--records", type=Path, default=HERE / "gpu" / "records")
+    arguments = parser.parse_args()
+    try:
+        for path in arguments.files:
+            print(convert(path, results=arguments.results, records=arguments.records, commit=arguments.commit))
+    except ValueError as error:
+        print(f"convert: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

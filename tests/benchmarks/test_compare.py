@@ -1,0 +1,88 @@
+"""The rule: what moved, by how much, and what the gate says to it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from gate_compare import compare, failed, judge, summary, table
+from gate_limits import MARK, SMALLEST_TIME_RATIO, ratio_from_noise, read_limits, write_times
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "verdict"),
+    [
+        (1000, 1000, "same"),
+        (1000, 1020, "same"),  # the limit itself is allowed
+        (1000, 1021, "regressed"),
+        (1021, 1000, "improved"),
+        (1020, 1000, "same"),
+        (0, 0, "same"),
+        (0, 1, "regressed"),  # spills from none to one
+        (1, 0, "improved"),
+        (None, 5, "new"),
+        (5, None, "gone"),
+    ],
+)
+def test_verdicts(base, head, verdict):
+    assert judge(base, head, 1.02) == verdict
+
+
+def test_what_vanishes_fails_and_what_is_new_does_not():
+    limit = lambda key: 1.02  # noqa: E731
+    assert failed(compare({"a": 1}, {}, limit))
+    assert not failed(compare({}, {"a": 1}, limit))
+    assert not failed(compare({"a": 1}, {"a": 0.5}, limit))
+    assert failed(compare({"a": 1, "b": 1}, {"a": 0.5, "b": 1.1}, limit))
+
+
+def test_limits_are_looked_up_by_key():
+    moves = compare({"a": 100, "b": 100}, {"a": 110, "b": 110}, {"a": 1.2, "b": 1.05}.__getitem__)
+    assert [move.verdict for move in moves] == ["same", "regressed"]
+
+
+def test_table_names_what_moved_worst_first():
+    moves = compare({"a": 100, "b": 100, "c": 100, "d": 0}, {"a": 110, "b": 300, "c": 100, "d": 4}, lambda key: 1.02)
+    lines = table(moves, unit=str).splitlines()
+    assert [line.split()[1] for line in lines[1:]] == ["d", "b", "a"]
+    assert lines[2].split() == ["regressed", "b", "100", "300", "3.000", "1.020"]
+    assert math.isinf(moves[3].ratio)
+    assert summary(moves) == "3 regressed, 1 same"
+    assert table(moves[2:3], unit=str) == ""
+
+
+def test_a_limit_of_one_is_refused():
+    with pytest.raises(ValueError, match="above 1"):
+        judge(1, 1, 1.0)
+
+
+def test_limits_file(tmp_path):
+    path = tmp_path / "limits.toml"
+    path.write_text(
+        "[default]\ncounters = 1.02\ntimes = 1.3\n\n"
+        '[counters."a.b/ops"]\nratio = 1.1\nreason = "depends on the processor"\n\n' + MARK + "\n\nold = 1\n"
+    )
+    write_times(path, {"a.b": [1.0, 1.01, 0.99], "a.c": [1.2, 0.9]})
+    limits = read_limits(path)
+    assert limits.of_counter("a.b/ops") == 1.1
+    assert limits.of_counter("a.b/bytes") == 1.02
+    assert limits.of_time("a.b") == pytest.approx(ratio_from_noise([1.0, 1.01, 0.99])[0])
+    assert limits.of_time("a.c") > 1.2 * 1.2
+    assert limits.of_time("a.d") == 1.3
+    assert "old" not in path.read_text()
+
+
+def test_a_limit_needs_a_reason(tmp_path):
+    path = tmp_path / "limits.toml"
+    path.write_text('[default]\ncounters = 1.02\ntimes = 1.3\n[counters."a.b/ops"]\nratio = 1.1\n')
+    with pytest.raises(ValueError, match=r"a\.b/ops.*reason"):
+        read_limits(path)
+
+
+def test_noise_decides_the_ratio():
+    quiet, _ = ratio_from_noise([1.0, 1.001, 0.999])
+    loud, reason = ratio_from_noise([1.0, 1.04, 0.95])
+    assert quiet == SMALLEST_TIME_RATIO
+    assert loud > 1 / 0.95
+    assert loud > math.exp(5 * math.sqrt((math.log(1.04) ** 2 + math.log(0.95) ** 2) / 3)) - 1e-9
+    assert "3 comparisons" in reason

@@ -1,0 +1,106 @@
+"""asv's pages from recorded results; what asv would leave out silently is found (asv issues 171 and 1226)."""
+
+from __future__ import annotations
+
+import json
+
+import gate
+import pytest
+from convert import convert
+from device import DeviceRecord
+from gate_asv import git
+from gate_publish import missing_values, publish_pages
+from gate_times import commit
+from record import Measurement, write_measurements
+
+GPU = DeviceRecord(name="NVIDIA H200", driver="580.1", power_cap_w=700.0, throttle_reasons=())
+
+
+@pytest.fixture
+def repo(tmp_path):
+    """A repository with three commits on main, the second one tagged, and one on a branch that is gone."""
+    path = tmp_path / "repo"
+    path.mkdir()
+    git("init", "--quiet", "--initial-branch", "main", repo=path)
+    (path / "file").write_text("0")
+    git("add", "file", repo=path)
+    commits = {}
+    for name in ("first", "second", "third"):
+        (path / "file").write_text(name)
+        commits[name] = commit(path, name)
+        if name == "second":
+            git("tag", "v1", repo=path)
+    git("checkout", "--quiet", "-b", "side", repo=path)
+    commits["side"] = commit(path, "side", "--allow-empty")
+    git("checkout", "--quiet", "main", repo=path)
+    return path, commits
+
+
+@pytest.fixture
+def recorded(repo, tmp_path, monkeypatch):
+    """results/ with one GPU measurement at each of the named commits."""
+    path, commits = repo
+    monkeypatch.setattr("convert.HERE", path)
+    results = tmp_path / "results"
+
+    def add(*names):
+        for name in names:
+            monkeypatch.setenv("GEMLINE_COMMIT", commits[name])
+            file = tmp_path / f"{name}.json"
+            found = [
+                Measurement(case="attention_gpu.hstu_forward", unit="ms", samples=(2.0, 3.0, 1.0)),
+                Measurement(case="attention_gpu.hstu_forward", unit="J", samples=(0.5,)),
+            ]
+            write_measurements(file, found, ceilings={"copy_bytes_per_s": 4e12}, before=GPU, after=GPU)
+            convert(file, results=results, records=tmp_path / "records")
+        return results
+
+    return add
+
+
+def test_a_single_commit_and_a_tag_are_drawn(repo, recorded, tmp_path):
+    results = recorded("second")
+    assert publish_pages(results, tmp_path / "html", repo[0]) == []
+    graphs = list((tmp_path / "html" / "graphs").rglob("attention_gpu.hstu_forward.time_device.json"))
+    points = [json.loads(path.read_text()) for path in graphs if "summary" not in str(path)]
+    assert [[point[1] for point in graph] for graph in points] == [[0.002]]
+
+
+def test_all_commits_of_the_branch_are_drawn(repo, recorded, tmp_path):
+    assert publish_pages(recorded("first", "second", "third"), tmp_path / "html", repo[0]) == []
+
+
+def test_a_commit_off_the_branch_is_missed(repo, recorded, tmp_path, capsys):
+    results = recorded("first", "side")
+    html = tmp_path / "html"
+    command = ["publish", "--results", str(results), "--html", str(html), "--repo", str(repo[0])]
+    assert gate.main(command) == 1
+    missing = [line for line in capsys.readouterr().out.splitlines() if "no point at its commit" in line]
+    assert len(missing) == 2
+    assert all(f"nvidia-h200/{repo[1]['side'][:8]}-gpu-py" in line for line in missing)
+
+
+def test_a_file_the_page_does_not_know_is_missed(repo, recorded, tmp_path):
+    """Recorded after the pages were built, without its machine, or not in the list of benchmarks."""
+    html = tmp_path / "html"
+    results = recorded("first")
+    assert publish_pages(results, html, repo[0]) == []
+    recorded("third")
+    assert any("commit is not known" in line for line in missing_values(results, html))
+    (results / "nvidia-h200" / "machine.json").unlink()
+    assert any("no machine.json" in line for line in missing_values(results, html))
+    recorded("first")
+    names = json.loads((results / "benchmarks.json").read_text())
+    del names["attention_gpu.hstu_forward.track_joules"]
+    (results / "benchmarks.json").write_text(json.dumps(names))
+    missing = publish_pages(results, html, repo[0])
+    assert len(missing) == 2
+    assert all("track_joules: not in benchmarks.json" in line for line in missing)
+
+
+def test_an_empty_record_is_not_complete(repo, recorded, tmp_path):
+    results = recorded("first")
+    publish_pages(results, tmp_path / "html", repo[0])
+    for path in results.glob("*/*.json"):
+        path.unlink()
+    assert missing_values(results, tmp_path / "html") == ["no result file is recorded"]
