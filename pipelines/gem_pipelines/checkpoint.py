@@ -75,17 +75,16 @@ def save(checkpoints: Path, trainer: Trainer, loader: Loader, *, keep: int) -> P
     """Write the checkpoint of the current step (rank 0 writes, all ranks wait) and drop the oldest beyond `keep`."""
     checkpoint = capture(trainer, loader)
     directory = step_directory(checkpoints, trainer.position.step)
-    problem = ""
-    if trainer.runtime.is_main:
+
+    def write() -> None:
         try:
             _set_aside_damaged(directory)
             write_checkpoint(directory, checkpoint)
             prune(checkpoints, keep=keep)
         except (OSError, CheckpointError) as error:
-            problem = f"the checkpoint {directory} was not written: {error}"
-    problem = trainer.runtime.from_main(problem)  # also the barrier: no rank goes on before it is durable
-    if problem:
-        raise CheckpointError(problem)
+            raise CheckpointError(f"the checkpoint {directory} was not written: {error}") from None
+
+    trainer.runtime.on_main(write)  # no rank goes on before it is durable
     return directory
 
 

@@ -36,15 +36,16 @@ def data_directory(config: DataConfig, *, runtime: Runtime, say: Callable[[str],
             "('gemline data prepare NAME --out DIR' makes such a directory)"
         )
     target = cache_directory(config)
-    error = ""
-    if runtime.is_main and not (target / "schema.json").is_file():
-        try:
-            prepare_named(config.source, config.options, target, say=say)
-        except (ValueError, OSError) as problem:
-            error = str(problem) or type(problem).__name__
-    error = runtime.from_main(error)
-    if error:
-        raise ConfigError(f"data set {config.source!r} could not be prepared: {error}")
+
+    def prepare() -> None:
+        if not (target / "schema.json").is_file():
+            try:
+                prepare_named(config.source, config.options, target, say=say)
+            except (ValueError, OSError) as problem:
+                reason = str(problem) or type(problem).__name__
+                raise ConfigError(f"data set {config.source!r} could not be prepared: {reason}") from None
+
+    runtime.on_main(prepare)
     return target
 
 

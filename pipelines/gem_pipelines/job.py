@@ -1,42 +1,28 @@
-"""A training job from config to end: processes, data, model, loop, evaluation, checkpoints, records.
+"""A training job from config to end: processes, data, model, and the loop.
 
-    run(request)      everything; what `gemline train` calls
-    build(...)        the parts of a job, for tests and for other programs
-    Job.train()       read -> step -> mark as trained -> record -> evaluate -> checkpoint
-
-Evaluation comes before the checkpoint of the same step: a kill between the two repeats the evaluation, instead of
-losing it.
+run(request)      everything; what `gemline train` calls
+build(...)        the parts of a job, for tests and for other programs
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from gem_data.api import build_loader, inspect_dataset, read_schema
-from gem_data.interface import Batch, Loader, LoaderConfig, Schema
+from gem_data.interface import LoaderConfig
 
-from gem_pipelines import checkpoint, evaluate
-from gem_pipelines.checkpoint_format import step_directory
 from gem_pipelines.config import RunConfig
-from gem_pipelines.config_codec import to_json
 from gem_pipelines.contract import check_versions, installed_versions
 from gem_pipelines.data_source import data_directory
-from gem_pipelines.errors import RunError
-from gem_pipelines.measure import matmul_peak_flops_per_s, memory_bytes
+from gem_pipelines.loop import Job, Outcome
 from gem_pipelines.model.build import build_model, table_specs
-from gem_pipelines.outcome import Throughput, best_possible_ne, counting_floors
-from gem_pipelines.parallelize import parallelize, parameter_counts, seed_everything
-from gem_pipelines.progress import ProgressDisplay
+from gem_pipelines.parallelize import parallelize, seed_everything
 from gem_pipelines.rundir import RunDirectory
 from gem_pipelines.runtime import Runtime, start_runtime
-from gem_pipelines.sinks import Sinks
-from gem_pipelines.timing import PartClock
 from gem_pipelines.trainer import Trainer
 
 
@@ -48,15 +34,6 @@ class Request:
     run_dir: Path | None
     resume: bool
     command: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a finished run says: its directory, its end record and its last evaluation."""
-
-    run_dir: Path
-    end: dict[str, Any]
-    evaluation: dict[str, Any]
 
 
 def run(request: Request) -> Outcome | None:
@@ -80,19 +57,21 @@ def _run(request: Request, runtime: Runtime) -> Outcome | None:
     default = Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     directory = RunDirectory(Path(runtime.from_main(str(request.run_dir or default))))
     if not request.resume:
-        directory.check_unused()
+        runtime.on_main(directory.check_unused)
     say = print if runtime.is_main else lambda *_, **__: None
     data = data_directory(config.data, runtime=runtime, say=say)
     survey = survey_data(data, row_limit=config.train.survey_rows, runtime=runtime)
     job = build(config, data=data, directory=directory, runtime=runtime)
     first = job.restore_latest() if request.resume else 0
-    if runtime.is_main:
+
+    def prepare_directory() -> None:
         if request.resume:
             directory.write_config(config)
             directory.forget_after(first)
         else:
             directory.create(config, command=request.command)
-    runtime.barrier()
+
+    runtime.on_main(prepare_directory)
     return job.train(resumed_from=first if request.resume else None, survey=survey)
 
 
@@ -103,16 +82,9 @@ def survey_data(data: Path, *, row_limit: int, runtime: Runtime) -> dict[str, An
     """
     if sum(file.rows for file in read_schema(data).files) > row_limit:
         return None
-    survey, error = None, ""
-    if runtime.is_main:
-        try:
-            survey = inspect_dataset(data, check=True)
-        except ValueError as problem:
-            error = str(problem)
-    error = runtime.from_main(error)
-    if error:
-        raise RunError(error)
-    return survey
+    found: list[dict[str, Any]] = []
+    runtime.on_main(lambda: found.append(inspect_dataset(data, check=True)))
+    return found[0] if found else None
 
 
 def loader_config(config: RunConfig) -> LoaderConfig:
@@ -148,215 +120,3 @@ def build(config: RunConfig, *, data: Path, directory: RunDirectory, runtime: Ru
     )
     trainer = Trainer(parallel, schema=schema, config=config, runtime=runtime, total_steps=total_steps)
     return Job(trainer=trainer, loader=loader, data=data, directory=directory, total_steps=total_steps)
-
-
-class Job:
-    """The loop around `Trainer.step`."""
-
-    def __init__(
-        self, *, trainer: Trainer, loader: Loader, data: Path, directory: RunDirectory, total_steps: int
-    ) -> None:
-        self.trainer = trainer
-        self.loader = loader
-        self.data = data
-        self.directory = directory
-        self.total_steps = total_steps
-        self.runtime = trainer.runtime
-        self.config = trainer.config
-        self.schema: Schema = trainer.schema
-        self.display = ProgressDisplay(
-            total_steps=total_steps, print_every=self.config.train.print_every, enabled=self.runtime.is_main
-        )
-        self.throughput = Throughput()
-        self._sinks: Sinks | None = None
-        self._last_eval: dict[str, Any] | None = None
-
-    def restore_latest(self) -> int:
-        """Load the newest sound checkpoint and return its step; 0 where the run was killed before its first."""
-        say = self.display.say
-        found = checkpoint.find_latest(self.directory.checkpoints, say=say) if self.runtime.is_main else None
-        step = int(self.runtime.from_main(str(-1 if found is None else found)))
-        if step < 0:
-            say("no checkpoint to resume from: starting at step 0")
-            return 0
-        checkpoint.restore(step_directory(self.directory.checkpoints, step), self.trainer, self.loader)
-        say(f"resumed from step {step}")
-        return step
-
-    def train(self, *, resumed_from: int | None, survey: dict[str, Any] | None) -> Outcome | None:
-        """Train to the last step; returns the outcome on rank 0. `survey`: what survey_data said, for the record."""
-        started = time.perf_counter()
-        first = self.trainer.position.step
-        peak = self._peak_flops_per_s()
-        if self.runtime.is_main:
-            train = self.config.train
-            self._sinks = Sinks(self.directory, tensorboard=train.tensorboard, first_step=first, say=self.display.say)
-        self._write(self._start_record(peak, resumed_from, survey))
-        self.display.start(first)
-        try:
-            steps = self._steps()
-            while self.trainer.position.step < self.total_steps:
-                self._one_step(steps, peak)
-                self._evaluate_and_save()
-            if self.trainer.position.step == first:  # resumed after its last step: nothing was trained or evaluated
-                self._evaluate()
-            end = self._end_record(time.perf_counter() - started)
-            self._write(end)
-        finally:
-            self.display.stop()
-            self.loader.close()
-            if self._sinks is not None:
-                self._sinks.close()
-        if not self.runtime.is_main:
-            return None
-        assert self._last_eval is not None
-        return Outcome(run_dir=self.directory.path, end=end, evaluation=self._last_eval)
-
-    def _steps(self) -> Iterator[list[Batch]]:
-        """Groups of `accumulate` micro-batches, epoch after epoch; a group does not reach into the next epoch."""
-        accumulate = self.config.data.accumulate
-        while True:
-            group: list[Batch] = []
-            for batch in self.loader.epoch():
-                group.append(batch)
-                if len(group) == accumulate:
-                    yield group
-                    group = []
-            if group:
-                yield group
-
-    def _one_step(self, steps: Iterator[list[Batch]], peak: float) -> None:
-        number = self.trainer.position.step + 1
-        train = self.config.train
-        # Step 1 pays for first allocations: profiling starts at step 2.
-        profiled = train.profile_every > 0 and (number - 2) % train.profile_every == 0
-        begin = time.perf_counter()
-        clock = PartClock(device=self.runtime.device)
-        with clock.part("read"):
-            batches = self._read(steps)
-        with clock.watching(self.trainer.parallel.module.parts()) if profiled else nullcontext():
-            record = self.trainer.step(batches, clock=clock, profiled=profiled)
-        self.loader.mark_trained(batches[-1])
-        seconds = time.perf_counter() - begin
-        parts = clock.seconds() if profiled else None
-        self.throughput.add(record, seconds=seconds, parts=parts)
-        if number % train.record_every == 0 or number == self.total_steps:
-            self._record_step(record, seconds=seconds, parts=parts, peak=peak)
-
-    def _read(self, steps: Iterator[list[Batch]]) -> list[Batch]:
-        """The next step's batches. Data that cannot be read here stops every rank at this step, not this one alone."""
-        try:
-            batches = next(steps)
-        except ValueError as error:
-            self.trainer.stop_together(error)
-        self.trainer.position.epoch = batches[0].step // self.loader.batches_per_epoch
-        return batches
-
-    def _record_step(
-        self, record: dict[str, Any], *, seconds: float, parts: dict[str, float] | None, peak: float
-    ) -> None:
-        rows, events = record.pop("rows"), record.pop("events")
-        record |= {
-            "seconds": seconds,
-            "samples_per_s": rows / seconds,
-            "tokens_per_s": events / seconds,
-            "flops_per_s": record["flops"] / seconds,
-            "mfu": record["flops"] / seconds / peak,
-            "memory_bytes": memory_bytes(self.runtime.device),
-        }
-        if parts is not None:
-            record["seconds_by_part"] = parts
-        self._write(record)
-        left = (self.total_steps - record["step"]) * self.throughput.seconds_per_step()
-        self.display.show(record, seconds_left=left)
-
-    def _evaluate_and_save(self) -> None:
-        train, step = self.config.train, self.trainer.position.step
-        last = step == self.total_steps
-        if last or (train.eval_every and step % train.eval_every == 0):
-            self._evaluate()
-        if last or (train.checkpoint_every and step % train.checkpoint_every == 0):
-            checkpoint.save(self.directory.checkpoints, self.trainer, self.loader, keep=train.keep_checkpoints)
-
-    def _evaluate(self) -> None:
-        started = time.perf_counter()
-        config = LoaderConfig(
-            global_batch_size=self.config.train.eval_batch_size,
-            shuffle=False,
-            max_length=self.config.data.max_length,
-            prefetch=self.config.data.prefetch,
-        )
-        loader = build_loader(
-            self.data, split="eval", config=config, rank=self.runtime.rank, world_size=self.runtime.world_size
-        )
-        try:
-            predictions = evaluate.predict(self.trainer.parallel, loader, schema=self.schema, runtime=self.runtime)
-        finally:
-            loader.close()
-        if not self.runtime.is_main:
-            return
-        step, tasks = self.trainer.position.step, self.trainer.tasks
-        if self.config.train.predictions:
-            evaluate.write_predictions(self.directory.predictions_file(step), predictions, tasks)
-        self._last_eval = evaluate.evaluation_record(predictions, tasks=tasks, step=step, started=started)
-        self._write(self._last_eval)
-        figures = "  ".join(
-            f"{t} NE {_show(m['ne'])} AUC {_show(m['auc'])}" for t, m in self._last_eval["tasks"].items()
-        )
-        self.display.say(f"evaluated at step {step}: {figures}")
-
-    def _peak_flops_per_s(self) -> float:
-        """Peak over all ranks: given per device, or measured on every rank at the same time."""
-        import torch
-
-        given = self.config.train.peak_flops_per_s
-        self.runtime.barrier()
-        mine = matmul_peak_flops_per_s(self.runtime.device) if given is None else given
-        return float(self.runtime.sum(torch.tensor([mine], dtype=torch.float64)))
-
-    def _start_record(self, peak: float, resumed_from: int | None, survey: dict[str, Any] | None) -> dict[str, Any]:
-        return {
-            "kind": "start",
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "resumed_from": resumed_from,
-            "config": to_json(self.config),
-            "world_size": self.runtime.world_size,
-            "parameters": parameter_counts(self.trainer.parallel),
-            "peak_flops_per_s": peak,
-            "peak_source": "measured" if self.config.train.peak_flops_per_s is None else "given",
-            "data": survey,
-            "total_steps": self.total_steps,
-        }
-
-    def _surveyed(self) -> bool:
-        return sum(file.rows for file in self.schema.files) <= self.config.train.survey_rows
-
-    def _end_record(self, seconds: float) -> dict[str, Any]:
-        task = self.trainer.tasks[0]
-        floors: dict[str, dict[str, Any]] = {}
-        if self.runtime.is_main and self._surveyed():
-            floors = counting_floors(self.data, self.schema, task, say=self.display.say)
-        return {
-            "kind": "end",
-            "step": self.trainer.position.step,
-            "seconds": seconds,
-            "throughput": self.throughput.summary(),
-            "floors": floors,
-            "best_ne": best_possible_ne(self.schema, task),
-            "status": "completed",
-        }
-
-    def _write(self, record: dict[str, Any]) -> None:
-        if self._sinks is not None:
-            self._sinks.write(record)
-
-
-def _show(value: float | None) -> str:
-    return "undefined" if value is None else f"{value:.4f}"
-
-
-def check_resumable(directory: RunDirectory) -> RunConfig:
-    """The config of the run in `directory`; RunError where there is none."""
-    if not directory.path.is_dir():
-        raise RunError(f"{directory.path} does not exist: nothing to resume")
-    return directory.read_config()

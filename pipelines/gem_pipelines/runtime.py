@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gem_pipelines.errors import RunError
+from gem_pipelines.errors import RemoteError, RunError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,20 @@ class Runtime:
     def from_main(self, text: str) -> str:
         """Rank 0's text, on every rank."""
         return self.gather_text(text if self.is_main else "")[0]
+
+    def on_main(self, action: Callable[[], None]) -> None:
+        """Run `action` on rank 0 while the others wait. What it raises as a user's mistake is raised on every rank."""
+        error: Exception | None = None
+        if self.is_main:
+            try:
+                action()
+            except (ValueError, OSError) as problem:
+                error = problem
+        told = self.from_main(f"{type(error).__name__}: {error}" if error is not None else "")
+        if error is not None:
+            raise error
+        if told:
+            raise RemoteError(f"rank 0 reported: {told}")
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -21,6 +21,15 @@ def main() -> None:
     assert runtime.from_main(f"rank {rank}") == "rank 0"
     assert runtime.from_main("" if rank == 0 else "lost") == ""
     assert runtime.sum(torch.tensor([1.5, float(rank)], dtype=torch.float64)).tolist() == [3.0, 1.0]
+    ran = []
+    runtime.on_main(lambda: ran.append(rank))
+    assert ran == ([0] if rank == 0 else [])
+    raised = ""
+    try:
+        runtime.on_main(lambda: int("seven"))
+    except ValueError as error:
+        raised = str(error)
+    assert raised.startswith("invalid literal" if rank == 0 else "rank 0 reported: ValueError: invalid literal"), raised
     runtime.barrier()
     runtime.close()
     if rank == 0:

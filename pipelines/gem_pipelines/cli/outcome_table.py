@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from gem_pipelines.job import Outcome
+from gem_pipelines.loop import Outcome
 
 
 def print_outcome(outcome: Outcome) -> None:
