@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 # Raised whenever a data set comes out different for the same options: prepared copies are kept by it.
-CREATED_BY = "gem_datasets 1.1"
+CREATED_BY = "gem_datasets 1.2"
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

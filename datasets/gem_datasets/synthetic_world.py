@@ -4,8 +4,8 @@ Every effect on the click probability is a function of columns that the data set
 is the best that any model can reach and no hidden noise blurs the bound. The effects are few and low-dimensional on
 purpose: the number of samples a model needs grows with the number of free parameters behind the truth.
 
-    hidden type of a user     one of 4, given by the user's profile (32 visible profiles)
-    hidden type of an item    one of 4, given by the item's campaign (visible, items / 20 campaigns)
+    hidden type of a user     one of 4, given by the user's profile (16 visible profiles)
+    hidden type of an item    one of 4, given by the item's campaign (visible, items / 40 campaigns)
     affinity                  4 x 4 matrix of rank 2 between the two
     item bias                 normal, deviation 0.15, visible only through the id (power law: heads can be learned)
     interest                  per stream: tanh(sum over kept events of [event topic = item topic]
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from gem_datasets.history import EventLog, Spans
 from gem_datasets.prepared import Floats, Ints
 
-TYPES, PROFILES, TOPICS, PLACEMENTS = 4, 32, 8, 4
+TYPES, PROFILES, TOPICS, PLACEMENTS = 4, 16, 8, 4
 DAY_S = 86400
 HISTORY_DAYS = 14
 
@@ -49,7 +49,7 @@ STREAMS = (
         action_weights=(0.15, 0.5, 0.5, 0.8),
         mean_events=24.0,
         half_life_days=3.0,
-        click_weight=1.2,
+        click_weight=0.8,
     ),
     StreamSpec(
         name="ads",
@@ -58,7 +58,7 @@ STREAMS = (
         action_weights=(0.0, 1.2, 0.5),
         mean_events=16.0,
         half_life_days=5.0,
-        click_weight=0.9,
+        click_weight=0.6,
     ),
     StreamSpec(
         name="search",
@@ -67,7 +67,7 @@ STREAMS = (
         action_weights=(0.4, 0.4),
         mean_events=10.0,
         half_life_days=1.0,
-        click_weight=0.9,
+        click_weight=0.6,
     ),
     StreamSpec(
         name="pages",
@@ -76,7 +76,7 @@ STREAMS = (
         action_weights=(0.2, 0.8),
         mean_events=16.0,
         half_life_days=7.0,
-        click_weight=0.6,
+        click_weight=0.4,
     ),
 )
 
@@ -101,7 +101,7 @@ class World:
 
 def make_world(users: int, items: int, rng: np.random.Generator) -> World:
     """Draw the hidden truth. User activity and item popularity follow power laws (exponents 0.8 and 1.0)."""
-    campaigns = max(items // 20, 1)
+    campaigns = max(items // 40, 1)
     return World(
         user_profile=draw_power_law(PROFILES, 0.5, users, rng),
         user_topic_cdf=np.cumsum(rng.dirichlet(np.full(TOPICS, 0.3), size=users), axis=1),

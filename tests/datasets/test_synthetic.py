@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import gem_datasets
@@ -89,6 +90,24 @@ def test_labels_follow_the_planted_probabilities():
         for rows in [np.full(len(p), True), *(tenths == k for k in range(10))]:
             z = (label - p)[rows].sum() / np.sqrt((p * (1 - p))[rows].sum())
             assert abs(z) < 4.0, (name, z)
+
+
+def test_the_streams_are_needed():
+    """Without the interests, everything else known, the planted probability scores 2 % worse than the best."""
+    options = synthetic.SyntheticOptions(rows=60_000, users=1000, items=200, max_length=16)
+    world = make_world(options.users, options.items, synthetic._rng(options, 0))
+    start, stop = synthetic.START_TIME, synthetic.START_TIME + options.days * DAY_S
+    events = [
+        synthetic.make_events(
+            world, spec, start - synthetic.HISTORY_DAYS * DAY_S, stop, synthetic._rng(options, 10 + k)
+        )
+        for k, spec in enumerate(STREAMS[: options.streams])
+    ]
+    rows = synthetic._impressions(world, events, options)
+    label = np.random.default_rng(0).random(options.rows) < synthetic.plant(world, rows, options).click
+    best = normalized_entropy(label, synthetic.plant(world, rows, options).click)
+    blind = dataclasses.replace(rows, interests=np.zeros_like(rows.interests))
+    assert normalized_entropy(label, synthetic.plant(world, blind, options).click) > 1.02 * best
 
 
 def test_no_model_beats_the_planted_probability_and_the_facts_agree(prepared):
