@@ -1,9 +1,9 @@
 """The benchmark shapes of jagged attention: lengths, masks, operation and byte counts, all exact.
 
 B1 HSTU self attention, lengths log-normal (292,411 tokens in 256 sequences, 32 targets each); B1f the same kernel at
-full length; B1s with heads of 64; B1w with a window of 256; B2 activation attention over 512 tokens, full and jagged; B3a
-cross attention 1024 x 256; B3b seed pooling, 32 queries a sample. Operations count unmasked pairs only: forward 4 H D P,
-backward 10 H D P (scores recomputed once). Bytes: every tensor once, bfloat16.
+full length; B1s with heads of 64; B1w with a window of 256; B2 activation attention over 512 tokens, full and jagged;
+B3a cross attention 1024 x 256; B3b seed pooling, 32 queries a sample. Operations count unmasked pairs only: forward 4 H
+D P, backward 10 H D P (scores recomputed once). Bytes: every tensor once, bfloat16.
 """
 
 from __future__ import annotations

@@ -59,7 +59,4 @@ def copy_tb_s(runs: int = 20) -> float:
     """Device copy of 2 GiB, read plus write: the memory ceiling."""
     source = torch.randint(-128, 127, (2**31,), device="cuda", dtype=torch.int8)
     target = torch.empty_like(source)
-    rate = 2 * source.numel() / median_ms(lambda: target.copy_(source), runs=runs) / 1e9
-    del source, target
-    torch.cuda.empty_cache()
-    return rate
+    return 2 * source.numel() / median_ms(lambda: target.copy_(source), runs=runs) / 1e9

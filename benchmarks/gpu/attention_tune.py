@@ -1,7 +1,9 @@
-"""Try tile sizes of the Triton kernels on this GPU: `python attention_tune.py [--shapes B1 B2jag] [--kernels dq] --out F`.
+"""Try tile sizes of the Triton kernels on this GPU: `python attention_tune.py [--shapes B1 B2jag] [--kernels dq] --out
+F`.
 
 Each candidate is compiled in worker processes first (all cores), then timed alone, the device spinning before every
-run; a candidate that spills or fails is listed with its reason. Correctness is attention_check.py's business: run it too.
+run; a candidate that spills or fails is listed with its reason. Correctness is attention_check.py's business: run it
+too.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from gem_attention import triton_launch
 from gem_attention.triton_config import Tiles
 
 
-
 def _tiles(*choices: tuple[int, ...]) -> list[Tiles]:
     """(block_m, block_n, warps, stages, tma, registers) each."""
     names = ("block_m", "block_n", "warps", "stages", "tma", "registers")
@@ -36,7 +37,9 @@ FORWARD = _tiles(
     (128, 64, 4, 3, 1, 0),
     (128, 128, 8, 3, 1, 0),
 )
-DQ = _tiles((64, 64, 4, 3, 1, 0), (64, 64, 4, 2, 1, 0), (64, 64, 4, 3, 0, 0), (64, 32, 4, 3, 1, 0), (64, 32, 4, 4, 1, 0))
+DQ = _tiles(
+    (64, 64, 4, 3, 1, 0), (64, 64, 4, 2, 1, 0), (64, 64, 4, 3, 0, 0), (64, 32, 4, 3, 1, 0), (64, 32, 4, 4, 1, 0)
+)
 DKV = _tiles(
     (64, 64, 4, 2, 0, 0),
     (64, 64, 4, 2, 1, 0),
@@ -46,7 +49,9 @@ DKV = _tiles(
     (32, 64, 4, 4, 1, 0),
     (64, 64, 8, 3, 1, 0),
 )
-SHORT = _tiles((32, 64, 4, 3, 1, 0), (64, 64, 4, 3, 1, 0), (32, 64, 4, 4, 1, 0), (32, 128, 8, 3, 1, 0), (32, 32, 4, 3, 1, 0))
+SHORT = _tiles(
+    (32, 64, 4, 3, 1, 0), (64, 64, 4, 3, 1, 0), (32, 64, 4, 4, 1, 0), (32, 128, 8, 3, 1, 0), (32, 32, 4, 3, 1, 0)
+)
 CANDIDATES = {"forward": FORWARD, "dq": DQ, "dkv": DKV, "short": SHORT}
 # heads of 64: twice the work per score for the activation, half the registers and shared memory
 CANDIDATES_64 = {
@@ -95,13 +100,13 @@ def step(p: triton_launch.Problem, kernel: str, tiles: Tiles, do: torch.Tensor):
     """A function that runs one kernel (with the listing of its tiles)."""
     if kernel == "forward":
         return lambda: triton_launch.forward(p, tiles)
-    grads = triton_launch._empty_gradients(p)
+    grads = triton_launch.empty_gradients(p)
     lse = torch.empty(0, dtype=torch.float32, device=p.q.device)
     if kernel == "dq":
-        return lambda: triton_launch._run_dq(p, do, None, lse, lse, grads, tiles)
+        return lambda: triton_launch.run_dq(p, do, None, lse, lse, grads, tiles)
     if kernel == "dkv":
-        return lambda: triton_launch._run_dkv(p, do, lse, lse, grads, tiles)
-    return lambda: triton_launch._short_query_backward(p, do, grads, tiles)
+        return lambda: triton_launch.run_dkv(p, do, lse, lse, grads, tiles)
+    return lambda: triton_launch.short_query_backward(p, do, grads, tiles)
 
 
 def candidates(shape: Shape) -> dict[str, list[Tiles]]:

@@ -1,17 +1,19 @@
 """The Triton backward kernels: dq by tiles of queries, dk and dv by tiles of keys; no atomics on dq, dk or dv.
 
 Scores and probabilities are worked out again in both (7 matrix products instead of 5). In return nothing is summed in
-memory: the result is the same on every run, there is no float32 copy of dq to clear, add to and convert (0.35 ms of a
-4 ms backward at 292,411 tokens, 4 heads of 128), and in each kernel one operand of every product is already in
-registers: dS in the first; P^T and dS^T in the second, which therefore forms the scores transposed.
+memory: the result is the same on every run, there is no float32 copy of dq to clear, add to and convert (0.35 ms of a 4
+ms backward at 292,411 tokens, 4 heads of 128), and in each kernel one operand of every product is already in registers:
+dS in the first; P^T and dS^T in the second, which therefore forms the scores transposed.
 
-`short_query_kernel` is for at most block_m queries a sample (seed pooling): one program sees all queries of a sample, so
-dk and dv of a tile are complete after one step, and the products are 5 again.
+`short_query_kernel` is for at most block_m queries a sample (seed pooling): one program sees all queries of a sample,
+so dk and dv of a tile are complete after one step, and the products are 5 again.
 
-The gradients of the bias tables are the exception: they are summed with float32 atomics, in the dq kernel.
-With e = f'(s) dP (pointwise) or P (dP - delta) (softmax), dq = scale * e K and dk = scale * e^T Q, both over divisor.
-Letters as in triton_common.
+The gradients of the bias tables are the exception: they are summed with float32 atomics, in the dq kernel. With e =
+f'(s) dP (pointwise) or P (dP - delta) (softmax), dq = scale * e K and dk = scale * e^T Q, both over divisor. Letters as
+in triton_common.
 """
+
+# ruff: noqa: RUF059  (kernel code: tuples unpacked whole)
 
 import triton
 import triton.language as tl
@@ -122,7 +124,9 @@ def _dq_sample(acc_MD, at, m0, head, q, k, v, out, do, lse, delta, strides, batc
         out_ME = load_rows(out, strides.out, out_start, q_length, m0, head, C.block_m, C.block_e, C.v_dim, False)
         delta_M = tl.sum(out_ME.to(tl.float32) * do_ME.to(tl.float32), 1)
         tl.store(delta + head.to(tl.int64) * numbers.rows + out_start + row_M, delta_M, mask=row_M < q_length)
-        lse_M = tl.load(lse + head.to(tl.int64) * numbers.rows + out_start + row_M, mask=row_M < q_length, other=float("inf"))
+        lse_M = tl.load(
+            lse + head.to(tl.int64) * numbers.rows + out_start + row_M, mask=row_M < q_length, other=float("inf")
+        )
         per_row = (lse_M, delta_M, 0.0)
     else:
         per_row = _row_numbers(lse, delta, head, out_start + row_M, row_M < q_length, batch, numbers, C)
@@ -145,8 +149,8 @@ def _dq_sample(acc_MD, at, m0, head, q, k, v, out, do, lse, delta, strides, batc
 def dq_kernel(q, k, v, out, do, lse, delta, dq, strides, batch, numbers, tables, C: tl.constexpr):
     """dq (rows, H, D); for softmax also delta (H, rows) = sum(out * do). Grid: (tiles * heads,), heads fastest.
 
-    Broadcast queries: dq is (chunks, S, H, D) float32, chunk c holding the sum over samples c, c + chunks, ...; the grid
-    is (chunks * tiles of S * heads,).
+    Broadcast queries: dq is (chunks, S, H, D) float32, chunk c holding the sum over samples c, c + chunks, ...; the
+    grid is (chunks * tiles of S * heads,).
     """
     head = tl.program_id(0) % C.heads
     entry = tl.program_id(0) // C.heads

@@ -1,8 +1,8 @@
 """Compile the kernels for a GPU that is not here, and read what the compiler says: registers, spills, instructions.
 
-The launch code runs as it is, on small CPU tensors; only the driver is replaced, by one that names a target and launches
-nothing. So what is compiled is exactly what a GPU host would compile. The figures have no noise: they gate in CI.
-Cost: 2 to 20 s a kernel. Must run in a process without TRITON_INTERPRET.
+The launch code runs as it is, on small CPU tensors; only the driver is replaced, by one that names a target and
+launches nothing. So what is compiled is exactly what a GPU host would compile. The figures have no noise: they gate in
+CI. Cost: 2 to 20 s a kernel. Must run in a process without TRITON_INTERPRET.
 
 Example:
     with CrossCompiler(90) as compiler:

@@ -2,8 +2,8 @@
 
 A pointwise activation needs no row maximum and no rescaling, so the inner loop is two matrix products and f; softmax
 keeps the usual running maximum and sum and stores the log-sum-exp for the backward. Columns are visited in two loops:
-first those a mask rule cuts (the two ends of the range, joined into one loop), then the full ones without a mask. A mask
-branch inside one common loop would keep the mask's registers alive in every step.
+first those a mask rule cuts (the two ends of the range, joined into one loop), then the full ones without a mask. A
+mask branch inside one common loop would keep the mask's registers alive in every step.
 
 Cost of a tile: Q read once, K and V once (from the L2 cache when the tiles of a sequence run together), O written once.
 Letters as in triton_common.

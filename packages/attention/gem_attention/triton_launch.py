@@ -122,17 +122,19 @@ def rows_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _tma_fits(*tensors: Tensor) -> bool:
+def tma_fits(*tensors: Tensor) -> bool:
     """Whether the copy engine can read these: 16-byte bases and strides, rows under 2^30, nothing empty."""
     for x in tensors:
         size = x.element_size()
-        aligned = x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 and s > 0 for s in x.stride()[:-1])
+        aligned = (
+            x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and all(s * size % 16 == 0 and s > 0 for s in x.stride()[:-1])
+        )
         if not aligned or x.shape[0] >= _TMA_ROWS or x.numel() == 0:
             return False
     return True
 
 
-def _compile_spec(p: Problem, tiles: Tiles) -> KernelSpec:
+def compile_spec(p: Problem, tiles: Tiles) -> KernelSpec:
     return kernel_spec(
         p.spec,
         tiles,
@@ -156,7 +158,7 @@ def _reader(x: Tensor, tiles: Tiles, rows: int, width: int) -> Any:
     return create_ragged_descriptor(x, [rows, 1, width]) if tiles.tma else x
 
 
-def _numbers(p: Problem) -> Numbers:
+def run_numbers(p: Problem) -> Numbers:
     mask, bias = p.spec.mask, p.spec.bias
     inverse = 1.0 if p.spec.divisor == "per_token" else 1.0 / float(p.spec.divisor)
     return Numbers(
@@ -171,7 +173,9 @@ def _numbers(p: Problem) -> Numbers:
     )
 
 
-def _batch(p: Problem, *, tiles: Tensor | None = None, key_tiles: Tensor | None = None, chunks: int = 0) -> Batch:
+def batch_arguments(
+    p: Problem, *, tiles: Tensor | None = None, key_tiles: Tensor | None = None, chunks: int = 0
+) -> Batch:
     spec = p.spec
     shared = p.kv_index is not None
     bounds = None
@@ -201,7 +205,7 @@ def _tables(p: Problem, position_grad: Tensor | None = None, time_grad: Tensor |
     heads = p.q.shape[1]
     position = None if p.position_table is None else p.position_table.contiguous()
     time = None if p.time_table is None else p.time_table.contiguous()
-    numbers = _numbers(p)
+    numbers = run_numbers(p)
     inside = p.spec.bias is not None and p.spec.bias.where == "inside_scale"
     return Tables(
         position=position,
@@ -262,7 +266,7 @@ def forward(p: Problem, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     q, k, v = rows_last(p.q), rows_last(p.k), rows_last(p.v)
     p = p._replace(q=q, k=k, v=v)
     out = torch.empty(p.out_shape(), dtype=q.dtype, device=q.device)
-    numbers = _numbers(p)
+    numbers = run_numbers(p)
     lse_shape = (q.shape[1], numbers.rows) if p.spec.activation == "softmax" else (0,)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
@@ -271,7 +275,7 @@ def forward(p: Problem, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
         return out.zero_(), lse.fill_(float("inf"))
     chosen = _tiles_for(p, "forward", tiles)
     chosen = _without_tma(chosen, q, k, v)
-    c = _compile_spec(p, chosen)
+    c = compile_spec(p, chosen)
     listed = query_tiles(p, c.block_m)
     forward_kernel[(listed.shape[0] * c.heads,)](
         _reader(q, chosen, c.block_m, c.block_d),
@@ -280,7 +284,7 @@ def forward(p: Problem, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
         out,
         lse,
         Strides(q=_row_stride(q), k=_row_stride(k), v=_row_stride(v), out=_row_stride(out)),
-        _batch(p, tiles=listed),
+        batch_arguments(p, tiles=listed),
         numbers,
         _tables(p),
         C=c,
@@ -310,22 +314,22 @@ def backward(
     """Gradients of every differentiable input. do: (rows, H, E). out and lse: the forward's, used by softmax only."""
     q, k, v, do = rows_last(p.q), rows_last(p.k), rows_last(p.v), rows_last(do)
     p = p._replace(q=q, k=k, v=v)
-    grads = _empty_gradients(p)
+    grads = empty_gradients(p)
     if do.numel() == 0 or k.shape[0] == 0:
         for grad in grads:
             if grad is not None:
                 grad.zero_()
         return grads
     if short_queries and takes_short_queries(p):
-        return _short_query_backward(p, do, grads, dkv_tiles)
+        return short_query_backward(p, do, grads, dkv_tiles)
     # rows of k that no sample reads get zero by the kernel itself: it visits every key tile
     delta = torch.empty_like(lse)
-    grads = grads._replace(dq=_run_dq(p, do, out, lse, delta, grads, _tiles_for(p, "dq", dq_tiles)))
-    _run_dkv(p, do, lse, delta, grads, _tiles_for(p, "dkv", dkv_tiles))
+    grads = grads._replace(dq=run_dq(p, do, out, lse, delta, grads, _tiles_for(p, "dq", dq_tiles)))
+    run_dkv(p, do, lse, delta, grads, _tiles_for(p, "dkv", dkv_tiles))
     return grads
 
 
-def _empty_gradients(p: Problem) -> Gradients:
+def empty_gradients(p: Problem) -> Gradients:
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.q, p.k, p.v))
     position, time = (
         None if t is None else torch.zeros(t.shape, dtype=torch.float32, device=t.device)
@@ -335,24 +339,24 @@ def _empty_gradients(p: Problem) -> Gradients:
 
 
 def _without_tma(tiles: Tiles, *tensors: Tensor) -> Tiles:
-    return replace(tiles, tma=False) if tiles.tma and not _tma_fits(*tensors) else tiles
+    return replace(tiles, tma=False) if tiles.tma and not tma_fits(*tensors) else tiles
 
 
-def _run_dq(
+def run_dq(
     p: Problem, do: Tensor, out: Tensor | None, lse: Tensor, delta: Tensor, grads: Gradients, tiles: Tiles
 ) -> Tensor:
     tiles = _without_tma(tiles, p.q, p.k, p.v, do)
-    c = _compile_spec(p, tiles)
+    c = compile_spec(p, tiles)
     if p.spec.query == "broadcast":
         rows_tiles = -(-p.q.shape[0] // c.block_m)
         chunks = min(p.batch_size, max(1, 264 // (rows_tiles * c.heads)))
         dq = torch.empty(chunks, *p.q.shape, dtype=torch.float32, device=p.q.device)
-        batch, programs = _batch(p, chunks=chunks), chunks * rows_tiles
+        batch, programs = batch_arguments(p, chunks=chunks), chunks * rows_tiles
         stride = (dq.stride(1), dq.stride(2))
     else:
         dq = grads.dq
         listed = query_tiles(p, c.block_m)
-        batch, programs, stride = _batch(p, tiles=listed), listed.shape[0], _row_stride(dq)
+        batch, programs, stride = batch_arguments(p, tiles=listed), listed.shape[0], _row_stride(dq)
     dq_kernel[(programs * c.heads,)](
         _reader(p.q, tiles, c.block_m, c.block_d),
         _reader(p.k, tiles, c.block_n, c.block_d),
@@ -371,7 +375,7 @@ def _run_dq(
             dq=stride,
         ),
         batch,
-        _numbers(p),
+        run_numbers(p),
         _tables(p, grads.position, grads.time),
         C=c,
         **tiles.launch,
@@ -379,9 +383,9 @@ def _run_dq(
     return dq.sum(0).to(p.q.dtype) if p.spec.query == "broadcast" else dq
 
 
-def _run_dkv(p: Problem, do: Tensor, lse: Tensor, delta: Tensor, grads: Gradients, tiles: Tiles) -> None:
+def run_dkv(p: Problem, do: Tensor, lse: Tensor, delta: Tensor, grads: Gradients, tiles: Tiles) -> None:
     tiles = _without_tma(tiles, p.q, p.k, p.v, do)
-    c = _compile_spec(p, tiles)
+    c = compile_spec(p, tiles)
     listed = key_tiles(p, c.block_n)
     dkv_kernel[(listed.shape[0] * c.kv_heads,)](
         _reader(p.q, tiles, c.block_m, c.block_d),
@@ -400,8 +404,8 @@ def _run_dkv(p: Problem, do: Tensor, lse: Tensor, delta: Tensor, grads: Gradient
             dk=_row_stride(grads.dk),
             dv=_row_stride(grads.dv),
         ),
-        _batch(p, key_tiles=listed),
-        _numbers(p),
+        batch_arguments(p, key_tiles=listed),
+        run_numbers(p),
         _tables(p),
         C=c,
         **tiles.launch,
@@ -409,7 +413,7 @@ def _run_dkv(p: Problem, do: Tensor, lse: Tensor, delta: Tensor, grads: Gradient
 
 
 def takes_short_queries(p: Problem) -> bool:
-    """Whether `short_query_kernel` covers this problem (its caller knows that no sample has more rows than it takes)."""
+    """Whether `short_query_kernel` covers this problem (the caller knows that all samples are short enough)."""
     spec = p.spec
     plain = spec.activation != "softmax" and spec.mask == type(spec.mask)() and spec.bias is None
     return (
@@ -421,9 +425,9 @@ def takes_short_queries(p: Problem) -> bool:
     )
 
 
-def _short_query_backward(p: Problem, do: Tensor, grads: Gradients, tiles: Tiles | None) -> Gradients:
+def short_query_backward(p: Problem, do: Tensor, grads: Gradients, tiles: Tiles | None) -> Gradients:
     tiles = _without_tma(_tiles_for(p, "short", tiles), p.k, p.v)
-    c = _compile_spec(p, tiles)
+    c = compile_spec(p, tiles)
     shared = p.spec.query == "broadcast"
     dq = torch.empty(p.out_rows, *p.q.shape[1:], dtype=torch.float32, device=p.q.device) if shared else grads.dq
     short_query_kernel[(p.batch_size * c.heads,)](
@@ -443,8 +447,8 @@ def _short_query_backward(p: Problem, do: Tensor, grads: Gradients, tiles: Tiles
             dk=_row_stride(grads.dk),
             dv=_row_stride(grads.dv),
         ),
-        _batch(p),
-        _numbers(p),
+        batch_arguments(p),
+        run_numbers(p),
         _tables(p),
         C=c,
         **tiles.launch,

@@ -3,18 +3,18 @@
 Sequences differ in length, so a grid of (longest length, samples) would be mostly empty. Instead one small kernel lists
 the tiles that exist, all tiles of a sequence together (they read the same keys, which then stay in the L2 cache), and
 the sequences with most work per tile first. The hardware starts programs in that order, so the short ones fill the gaps
-at the end: longest-first scheduling without a counter. No value travels to the host: the list has room for
-rows // block + samples tiles, the unused end holds sample -1, and programs that find it return.
+at the end: longest-first scheduling without a counter. No value travels to the host: the list has room for rows //
+block + samples tiles, the unused end holds sample -1, and programs that find it return.
 
 An entry is a record of 8 numbers, everything a program must know before its first load of q: found through the offsets
 this would be three dependent reads of memory, about 2 us of a tile that takes 5 to 10.
 
 Within a sequence the last tile comes first (under a causal mask it has most work). A persistent kernel that is dealt
-entries in turn wants equal portions instead: `paired` lists tiles as last, first, last but one, second, ..., so that two
-neighbours together always have the same work; a sequence with an odd number of tiles gets an empty partner.
+entries in turn wants equal portions instead: `paired` lists tiles as last, first, last but one, second, ..., so that
+two neighbours together always have the same work; a sequence with an odd number of tiles gets an empty partner.
 
-Cost: one launch. Each program ranks its sequence by comparing it with all others, B^2 comparisons, about 5 us at
-B = 2048; above RANKED_LIMIT samples the list keeps the batch's order instead and takes a prefix sum.
+Cost: one launch. Each program ranks its sequence by comparing it with all others, B^2 comparisons, about 5 us at B =
+2048; above RANKED_LIMIT samples the list keeps the batch's order instead and takes a prefix sum.
 """
 
 from __future__ import annotations

@@ -1,0 +1,155 @@
+"""Ours and the public peers, alternately, in one process: `python attention_compare.py --peers FOLDER --out FILE`.
+
+Per shape: every contender runs once forward and once backward per round, in turn, the device spinning before each, so
+that clocks and temperature hit all alike; the median of the rounds counts. The output and the gradients of every
+contender are first compared with ours in float32 arithmetic on the same inputs, and a matrix product and a copy are
+measured beside the rows. --warm SHAPE only fills the kernel caches (start several, they compile in parallel).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+import triton
+from attention_peers import contenders
+from attention_shapes import Shape, shapes
+from attention_timing import copy_tb_s, matmul_tflops, one_ms
+from gem_attention.api import attention, make_layout
+from torch import Tensor
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def ours(shape: Shape, impl: str) -> Call:
+    q_offsets = torch.tensor([0, *shape.q_lengths], device="cuda").cumsum(0)
+    k_offsets = None if shape.is_self else torch.tensor([0, *shape.k_lengths], device="cuda").cumsum(0)
+    targets = torch.tensor(shape.num_targets(), device="cuda") if shape.targets else None
+    layout = make_layout(q_offsets=q_offsets, k_offsets=k_offsets, num_targets=targets)
+    spec = shape.spec()
+    return lambda q, k, v: attention(q, k, v, spec=spec, layout=layout, impl=impl)
+
+
+def inputs(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    q, k = sum(shape.q_lengths), sum(shape.k_lengths)
+    made = [torch.randn(n, shape.heads, shape.dim, device="cuda", dtype=torch.bfloat16) * 0.5 for n in (q, k, k)]
+    q, k, v = (t.requires_grad_() for t in made)
+    return q, k, v
+
+
+def steps(call: Call, qkv: tuple[Tensor, Tensor, Tensor], do: Tensor) -> tuple[Callable, Callable, list[Tensor]]:
+    """(forward, backward, [out, dq, dk, dv])."""
+    out = call(*qkv)
+    grads = torch.autograd.grad(out, qkv, do, retain_graph=True)
+
+    def forward() -> None:
+        with torch.no_grad():
+            call(*qkv)
+
+    def backward() -> None:
+        torch.autograd.grad(out, qkv, do, retain_graph=True)
+
+    return forward, backward, [out.detach(), *grads]
+
+
+def difference(got: list[Tensor], want: list[Tensor]) -> list[float]:
+    return [
+        round(float((g.double() - w.double()).norm() / w.double().norm()), 5) for g, w in zip(got, want, strict=True)
+    ]
+
+
+def compare(shape: Shape, peers: str | None, impls: list[str], rounds: int) -> list[dict]:
+    torch.manual_seed(0)
+    qkv = inputs(shape)
+    do = torch.randn_like(qkv[0])
+    makers: dict[str, Callable[[], Call]] = {f"ours, {impl}": lambda impl=impl: ours(shape, impl) for impl in impls}
+    if peers:
+        makers |= {name: lambda make=make: make(peers) for name, make in contenders(shape).items()}
+    rows, timed, want = [], {}, None
+    for name, make in makers.items():
+        try:
+            forward, backward, got = steps(make(), qkv, do)
+        except Exception as error:
+            traceback.print_exc(limit=-2)
+            rows.append({"shape": shape.name, "name": name, "error": f"{type(error).__name__}: {str(error)[:300]}"})
+            continue
+        want = want or got
+        rows.append({"shape": shape.name, "name": name, "difference_from_first": difference(got, want)})
+        timed[name] = (forward, backward, [], [])
+        del got
+    rate = matmul_tflops()
+    for i in range(rounds + 5):
+        for forward, backward, f_ms, b_ms in timed.values():
+            f, b = one_ms(forward, flush=shape.name == "B3b"), one_ms(backward, flush=shape.name == "B3b")
+            if i >= 5:
+                f_ms.append(f)
+                b_ms.append(b)
+    for row in rows:
+        if row["name"] in timed:
+            _, _, f_ms, b_ms = timed[row["name"]]
+            fwd, bwd = sorted(f_ms)[len(f_ms) // 2], sorted(b_ms)[len(b_ms) // 2]
+            flops, size = shape.flops(), shape.bytes()
+            row.update(
+                fwd_ms=fwd,
+                bwd_ms=bwd,
+                fwd_tflops=flops[0] / fwd / 1e9,
+                bwd_tflops=flops[1] / bwd / 1e9,
+                fwd_tb_s=size[0] / fwd / 1e9,
+                bwd_tb_s=size[1] / bwd / 1e9,
+                matmul_now_tflops=rate,
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers")
+    parser.add_argument("--out")
+    parser.add_argument("--shapes", nargs="*", default=list(shapes()))
+    parser.add_argument("--impls", nargs="*", default=["gluon", "triton"])
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--warm", help="fill the kernel caches for this shape and end")
+    args = parser.parse_args()
+    if args.warm:
+        compare(shapes()[args.warm], args.peers, args.impls, 0)
+        return
+    run = {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "matmul_tflops": matmul_tflops(),
+        "copy_tb_s": copy_tb_s(),
+        "method": "events, device spins before each step, contenders alternate, median of the rounds",
+        "rows": [],
+    }
+    print({k: v for k, v in run.items() if k != "rows"}, flush=True)
+    for name in args.shapes:
+        for row in compare(shapes()[name], args.peers, args.impls, args.rounds):
+            run["rows"].append(row)
+            if "fwd_ms" in row:
+                print(
+                    f"{name:7s} {row['name']:28s} {row['fwd_ms']:.3f} / {row['bwd_ms']:.3f} ms  "
+                    f"{row['fwd_tflops']:.0f} / {row['bwd_tflops']:.0f} TFLOP/s  {row['fwd_tb_s']:.2f} / "
+                    f"{row['bwd_tb_s']:.2f} TB/s  matmul {row['matmul_now_tflops']:.0f}  "
+                    f"diff {row['difference_from_first']}",
+                    flush=True,
+                )
+            else:
+                print(f"{name:7s} {row['name']:28s} {row['error']}", flush=True)
+        torch.cuda.empty_cache()
+        if args.out:
+            run["matmul_tflops_at_end"] = matmul_tflops()
+            with open(args.out, "w") as file:
+                json.dump(run, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

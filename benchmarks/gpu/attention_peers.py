@@ -1,0 +1,158 @@
+"""Public attention kernels behind one signature, for attention_compare.py.
+
+Read from a folder that is not part of this repository.
+
+PEERS/site must let these be imported: generative_recommenders.ops.triton.triton_hstu_attention (Triton HSTU) and
+ads_mkl.ops.oss.gdpa.triton.triton_generalized_dot_product_attention (Triton GDPA; with Triton 3.6 the `object`
+annotations of its kernels have to go). PEERS/hstu holds the prebuilt CUTLASS HSTU library, CUDA 12's runtime, and a
+shim for it. Each maker returns fn(q, k, v) -> out, differentiable. Their tuners choose among the configurations that
+won on this GPU in a full search or came close; a full search takes minutes a shape.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+from attention_shapes import Shape
+from torch import Tensor
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# block_m, block_n, stages, warps (and, backward, whether it is parallel over the sequence)
+_HSTU_FWD = {(64, 64, 2, 4), (64, 64, 4, 4), (128, 32, 4, 4), (128, 64, 2, 4), (128, 64, 2, 8), (128, 64, 4, 8)}
+_HSTU_BWD = {
+    (64, 64, 1, 4, False),
+    (64, 64, 2, 4, False),
+    (64, 64, 1, 8, False),
+    (64, 64, 2, 8, False),
+    (32, 64, 2, 4, False),
+    (32, 128, 2, 8, False),
+    (64, 64, 1, 4, True),
+    (64, 64, 2, 4, True),
+}
+_GDPA_FWD = {(64, 64, 3, 4), (128, 64, 3, 4), (128, 64, 3, 8), (128, 128, 3, 8), (64, 128, 3, 4)}
+_GDPA_BWD = {(32, 64, 3, 4), (64, 64, 3, 4), (64, 64, 1, 4), (64, 64, 3, 8), (64, 128, 3, 8), (32, 128, 3, 8)}
+
+
+def _offsets(lengths: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to("cuda", dtype)
+
+
+def _targets(shape: Shape, dtype: torch.dtype) -> Tensor | None:
+    return torch.tensor(shape.num_targets(), device="cuda", dtype=dtype) if shape.targets else None
+
+
+def triton_hstu(peers: str, shape: Shape, *, tma: bool) -> Call:
+    """generative-recommenders, sequences sorted by length where they differ."""
+    _on_path(peers)
+    from generative_recommenders.ops.triton import triton_hstu_attention as module
+
+    def key(config):
+        kw = config.kwargs
+        return kw["BLOCK_M"], kw["BLOCK_N"], config.num_stages, config.num_warps
+
+    fwd, bwd = module._hstu_attn_fwd, module._hstu_attn_bwd
+    fwd.configs = [c for c in fwd.configs if key(c) in _HSTU_FWD and not c.kwargs.get("USE_TLX")]
+    bwd.configs = [
+        c for c in bwd.configs if (*key(c), c.kwargs["SEQUENCE_PARALLEL"]) in _HSTU_BWD and c.kwargs["UNROLL"] == 1
+    ]
+    longest = max(shape.q_lengths)
+    offsets, targets = _offsets(shape.q_lengths, torch.int64), _targets(shape, torch.int64)
+    window = max(shape.window - 1, 0)
+    ragged = min(shape.q_lengths) != longest
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return module.triton_hstu_mha(longest, shape.dim**-0.5, q, k, v, offsets, targets, window, 0, ragged, tma)
+
+    return call
+
+
+def triton_gdpa(peers: str, shape: Shape, *, options: str) -> Call:
+    """ads_model_kernel_library; options "", "tma", "tma persistent". Its TMA backward fails to compile here."""
+    _on_path(peers)
+    from ads_mkl.ops.oss.gdpa.triton import triton_generalized_dot_product_attention as module
+
+    def keep(configs, allowed, m, n):
+        return tuple(c for c in configs if (c.kwargs[m], c.kwargs[n], c.num_stages, c.num_warps) in allowed)
+
+    tables = module.fwd_autotune_configs, module.bwd_autotune_configs
+    tables[0]["default"] = keep(tables[0]["default"], _GDPA_FWD, "BLOCK_M", "BLOCK_N")
+    tables[1]["default"] = keep(tables[1]["default"], _GDPA_BWD, "BLOCK_M1", "BLOCK_N1")
+    q_offsets, k_offsets = (_offsets(n, torch.int32) for n in (shape.q_lengths, shape.k_lengths))
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return module.generalized_dot_product_attention(
+            query=q,
+            key=k,
+            value=v,
+            query_offset=q_offsets,
+            key_offset=k_offsets,
+            output_offset=q_offsets,
+            max_seq_len_q=max(shape.q_lengths),
+            max_seq_len_kv=max(shape.k_lengths),
+            activation="fast_gelu",
+            qk_scale=1.0,
+            enable_tma="tma" in options,
+            enable_persistent="persistent" in options,
+            bwd_opt_tech=options.replace("tma", ""),
+        )
+
+    return call
+
+
+class _CutlassHSTU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, offsets, longest, targets, left, alpha):
+        out, _ = torch.ops.fbgemm.hstu_varlen_fwd_90(
+            q, k, v, offsets, offsets, longest, longest, None, targets, 1, left, 0, alpha
+        )
+        ctx.save_for_backward(q, k, v, offsets, targets)
+        ctx.rest = longest, left, alpha
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, offsets, targets = ctx.saved_tensors
+        longest, left, alpha = ctx.rest
+        dq, dk, dv, _ = torch.ops.fbgemm.hstu_varlen_bwd_90(
+            grad, q, k, v, offsets, offsets, longest, longest, None, targets, 1, left, 0, alpha
+        )
+        return dq, dk, dv, None, None, None, None, None
+
+
+def cutlass_hstu(peers: str, shape: Shape) -> Call:
+    """FBGEMM's prebuilt library for sm_90a."""
+    folder = os.path.join(peers, "hstu")
+    if not hasattr(torch.ops.fbgemm, "hstu_varlen_fwd_90"):
+        ctypes.CDLL(os.path.join(folder, "libcudart.so.12"), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(os.path.join(folder, "cudart12_shim.so"), mode=ctypes.RTLD_GLOBAL)
+        torch.ops.load_library(os.path.join(folder, "hstu.so"))
+    offsets, targets = _offsets(shape.q_lengths, torch.int32), _targets(shape, torch.int32)
+    left = shape.window - 1 if shape.window else -1
+    longest = max(shape.q_lengths)
+    return lambda q, k, v: _CutlassHSTU.apply(q, k, v, offsets, longest, targets, left, shape.dim**-0.5)
+
+
+def contenders(shape: Shape) -> dict[str, Callable[[str], Call]]:
+    """Peer name -> maker(peers folder), for one shape."""
+    if shape.causal:
+        return {
+            "Triton HSTU": lambda peers: triton_hstu(peers, shape, tma=False),
+            "Triton HSTU, TMA": lambda peers: triton_hstu(peers, shape, tma=True),
+            "CUTLASS HSTU": lambda peers: cutlass_hstu(peers, shape),
+        }
+    return {
+        "Triton GDPA": lambda peers: triton_gdpa(peers, shape, options=""),
+        "Triton GDPA, TMA": lambda peers: triton_gdpa(peers, shape, options="tma"),
+        "Triton GDPA, TMA persistent": lambda peers: triton_gdpa(peers, shape, options="tma persistent"),
+    }
+
+
+def _on_path(peers: str) -> None:
+    site = os.path.join(peers, "site")
+    if site not in sys.path:
+        sys.path.insert(0, site)
