@@ -62,4 +62,4 @@ def _tensorboard_writer(directory: Path, first_step: int, say: Callable[[str], N
         say(f"TensorBoard events are not written: {error}. metrics.jsonl has everything.")
         return None
     # Events of a killed run after the checkpoint are hidden by TensorBoard when the step number goes back.
-    return SummaryWriter(str(directory), purge_step=first_step if first_step > 0 else None)
+    return SummaryWriter(str(directory), purge_step=first_step + 1 if first_step > 0 else None)
