@@ -37,6 +37,7 @@ FREE_ON_RESUME = frozenset(
         "train.timeout_s",
         "train.device",
         "data.source",
+        "data.options",
         "data.cache",
         "data.prefetch",
         "name",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,6 +85,19 @@ def test_ten_steps_and_ten_more_equal_twenty(straight, debug_data, tmp_path):
     assert main(["train", "--resume", "--run-dir", str(runs[1]), "--train.steps", str(STEPS)]) == 0
     assert figures(runs[1]) == figures(runs[0])
     assert figures(runs[0]) != figures(straight)
+
+
+def test_the_data_may_have_moved_but_not_changed(straight, debug_data, tmp_path, capsys):
+    run, moved, other = tmp_path / "run", tmp_path / "moved", tmp_path / "other"
+    shutil.copytree(straight, run)
+    shutil.copytree(debug_data, moved)
+    shutil.rmtree(step_directory(run / "checkpoints", STEPS))
+    assert main(["data", "prepare", "synthetic", "rows=400", "seed=1", "--out", str(other)]) == 0
+    assert main(["train", "--resume", "--run-dir", str(run), "--data", str(other)]) == 1
+    assert capsys.readouterr().err.startswith("gemline: error: ")
+    assert figures(run) == figures(straight)  # the refused attempt left the run as it was
+    assert main(["train", "--resume", "--run-dir", str(run), "--data", str(moved)]) == 0
+    assert digest(run, STEPS) == digest(straight, STEPS)
 
 
 def test_killed_before_the_first_checkpoint_starts_over(straight, debug_data, tmp_path):
