@@ -11,6 +11,7 @@ LBFGS in float64 on the training rows only, to convergence: no seed, no step siz
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -102,7 +103,7 @@ def _scores(label: Floats, logit: Floats) -> dict[str, float]:
     return {"auc": auc(label, logit), "ne": normalized_entropy(label, 1.0 / (1.0 + np.exp(-logit)))}
 
 
-def _rows(table: pa.Table, label: str) -> dict[str, npt.NDArray[np.generic]]:
+def _rows(table: pa.Table, label: str) -> dict[str, npt.NDArray[Any]]:
     """The columns that floors read, without rows of weight 0."""
     columns = ("user_id", "id.item", "timestamp", f"label.{label}")
     missing = [column for column in columns if column not in table.column_names]

@@ -125,9 +125,9 @@ def test_a_damaged_cache_is_named(pip, tmp_path):
         fetch(source_of(), tmp_path)
 
 
-def test_the_cache_follows_the_environment_at_call_time(monkeypatch):
+def test_the_cache_follows_the_environment_at_call_time(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")
     assert default_cache_dir() == Path("/some/cache/gemline")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert default_cache_dir() == Path("/home/someone/.cache/gemline")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / ".cache" / "gemline"
