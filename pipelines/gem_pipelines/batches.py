@@ -28,10 +28,12 @@ def check_batch(batch: Batch, schema: Schema) -> None:
     _check_shape(batch.weights, (rows, len(tasks)), "weights")
     _check_shape(batch.dense, (rows, len(schema.dense)), "dense")
     labels_BT, weights_BT = batch.labels, batch.weights
-    _check_cells(batch, schema, "label", tasks, labels_BT, (labels_BT == 0) | (labels_BT == 1), "0 or 1")
+    binary = (labels_BT == 0) | (labels_BT == 1)
+    _check_cells(batch, schema, labels_BT, kind="label", names=tasks, good=binary, expected="0 or 1")
     finite = torch.isfinite(weights_BT) & (weights_BT >= 0)
-    _check_cells(batch, schema, "weight", tasks, weights_BT, finite, "finite and at least 0")
-    _check_cells(batch, schema, "dense", schema.dense, batch.dense, torch.isfinite(batch.dense), "finite")
+    _check_cells(batch, schema, weights_BT, kind="weight", names=tasks, good=finite, expected="finite and at least 0")
+    finite = torch.isfinite(batch.dense)
+    _check_cells(batch, schema, batch.dense, kind="dense", names=schema.dense, good=finite, expected="finite")
     _check_ids(batch, schema, rows)
     _check_streams(batch, schema, rows)
 
@@ -44,9 +46,10 @@ def _check_shape(tensor: Tensor, expected: tuple[int, int], name: str) -> None:
 def _check_cells(
     batch: Batch,
     schema: Schema,
+    values: Tensor,
+    *,
     kind: str,
     names: list[str] | tuple[str, ...],
-    values: Tensor,
     good: Tensor,
     expected: str,
 ) -> None:

@@ -98,7 +98,9 @@ def pack(plan: StreamPlan, stream: StreamInput, timestamps_B: Tensor, *, dtype: 
         target=offsets[1:] - 1,
         recent=torch.where(is_recent_BR, recent_BR, offsets[1:, None] - 1).clamp(min=0),
         is_recent=is_recent_BR,
-        angles=_angles(plan, stream, timestamps_B, offsets, order_T, row_N, dtype) if plan.config.rotary else None,
+        angles=_angles(plan, stream, timestamps_B, offsets, order_T=order_T, row_N=row_N, dtype=dtype)
+        if plan.config.rotary
+        else None,
     )
 
 
@@ -107,6 +109,7 @@ def _angles(
     stream: StreamInput,
     timestamps_B: Tensor,
     offsets: Tensor,
+    *,
     order_T: Tensor,
     row_N: Tensor,
     dtype: torch.dtype,
