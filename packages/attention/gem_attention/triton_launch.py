@@ -324,7 +324,7 @@ def backward(
         return short_query_backward(p, do, grads, dkv_tiles)
     # rows of k that no sample reads get zero by the kernel itself: it visits every key tile
     delta = torch.empty_like(lse)
-    grads = grads._replace(dq=run_dq(p, do, out, lse, delta, grads, _tiles_for(p, "dq", dq_tiles)))
+    grads = grads._replace(dq=run_dq(p, do, out, lse, delta, grads=grads, tiles=_tiles_for(p, "dq", dq_tiles)))
     run_dkv(p, do, lse, delta, grads, _tiles_for(p, "dkv", dkv_tiles))
     return grads
 
@@ -343,7 +343,7 @@ def _without_tma(tiles: Tiles, *tensors: Tensor) -> Tiles:
 
 
 def run_dq(
-    p: Problem, do: Tensor, out: Tensor | None, lse: Tensor, delta: Tensor, grads: Gradients, tiles: Tiles
+    p: Problem, do: Tensor, out: Tensor | None, lse: Tensor, delta: Tensor, *, grads: Gradients, tiles: Tiles
 ) -> Tensor:
     tiles = _without_tma(tiles, p.q, p.k, p.v, do)
     c = compile_spec(p, tiles)
