@@ -11,6 +11,7 @@ import io
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import tyro
 
@@ -43,11 +44,27 @@ def apply_overrides(config: RunConfig, arguments: Sequence[str], *, own_flags: S
             return tyro.cli(
                 RunConfig,
                 default=config,
-                args=list(arguments),
+                args=_spell_booleans(arguments, known),
                 config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
             )
     except SystemExit:
         raise ConfigError(_one_line(said.getvalue())) from None
+
+
+def _spell_booleans(arguments: Sequence[str], known: dict[str, Any]) -> list[str]:
+    """`--train.report false` as well as `False`: tyro takes Python's spelling only."""
+    spelt: list[str] = []
+    key = ""
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if argument.startswith("--"):
+            key = flag[2:].replace("-", "_")
+        else:
+            value = argument
+        if isinstance(known.get(key), bool) and value.lower() in ("true", "false"):
+            argument = f"{flag}={value.capitalize()}" if equals else value.capitalize()
+        spelt.append(argument)
+    return spelt
 
 
 def _one_line(message: str) -> str:

@@ -14,6 +14,7 @@ A run that has started is never overwritten: training into its directory needs -
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -21,6 +22,8 @@ import platform
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from gem_pipelines.config import RunConfig
 from gem_pipelines.config_codec import from_json, to_json
@@ -135,8 +138,17 @@ def write_text(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def _processor() -> str:
+    """The processor's name, as Linux tells it; elsewhere what Python knows."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
 def collect_versions() -> dict[str, Any]:
-    """Versions of what computed a run."""
+    """Versions of what computed a run, and on what."""
     found = {}
     for name in _DISTRIBUTIONS:
         try:
@@ -146,6 +158,10 @@ def collect_versions() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         **found,
         "interfaces": {name: list(version) for name, version in installed_versions().items()},
     }

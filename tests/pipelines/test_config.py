@@ -84,6 +84,13 @@ def test_overrides_change_what_they_name_and_nothing_else():
     }
 
 
+@pytest.mark.parametrize("arguments", [["--data.shuffle", "false"], ["--data.shuffle=FALSE"], ["--data.shuffle=False"]])
+def test_booleans_in_any_spelling(arguments):
+    changed = apply_overrides(find_recipe("debug"), [*arguments, "--name", "true"])
+    assert changed.data.shuffle is False
+    assert changed.name == "true"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
