@@ -7,13 +7,60 @@ device_milliseconds(function, repeat=50)     CUDA events around each call, then 
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Callable
 
 
 def cpu_clock() -> float:
     """User and system time of this process (all threads) and of its finished children, seconds."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+class YardstickClock:
+    """CPU seconds, corrected for how fast the machine is at the moment; a timer for timeit, asv and pytest-benchmark.
+
+    On a shared machine the same instructions cost up to twice the CPU time from one minute to the next (a neighbour on
+    the other hyper-thread, a lower clock), base and head alike only on average. So at every reading a fixed piece of
+    work, the yardstick, is timed, outside of what is measured, and the time since the reading before counts at the
+    speed that its two ends had: a "second" is what takes as long as 2,500 yardsticks (on a quiet core of about 2023 one
+    takes 0.4 ms, so that this is about a second). The yardstick mixes small matrix products, a stream through 2 MB and
+    dictionary work, since each of them alone follows the cases less well.
+
+    Cost: one yardstick a reading. Not for calls much shorter than that.
+    """
+
+    NOMINAL_S = 1 / 2500
+
+    def __init__(self) -> None:
+        import torch
+
+        self._square = torch.full((96, 96), 0.01)
+        self._stream = torch.ones(1 << 19)
+        self._total = 0.0
+        self._since: float | None = None
+        self._yardstick = self._measure()
+
+    def _measure(self) -> float:
+        start = cpu_clock()
+        for _ in range(4):
+            self._square @ self._square
+        self._stream.mul_(1.0)
+        table = {}
+        for i in range(1500):
+            table[i % 50] = i
+        return cpu_clock() - start
+
+    def __call__(self) -> float:
+        """Corrected seconds since the first reading, without the time of the yardsticks."""
+        now = cpu_clock()
+        yardstick = self._measure()
+        if self._since is not None:
+            speed = self.NOMINAL_S / ((self._yardstick + yardstick) / 2)
+            self._total += (now - self._since) * speed
+        self._yardstick = yardstick
+        self._since = cpu_clock()
+        return self._total
 
 
 def cpu_seconds(function: Callable[[], object], *, repeat: int) -> list[float]:

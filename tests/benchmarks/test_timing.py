@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from timing import cpu_clock, cpu_seconds, device_milliseconds
+from timing import YardstickClock, cpu_clock, cpu_seconds, device_milliseconds
 
 
 def spin(seconds):
@@ -24,6 +24,49 @@ def test_sleep_costs_no_cpu_time_and_spinning_does():
     assert len(slept) == len(spun) == 3
     assert max(slept) < 0.02
     assert 0.045 < statistics.median(spun) < 0.09
+
+
+def test_the_yardstick_corrects_for_a_slower_machine(monkeypatch):
+    """Everything takes twice as long, the yardstick too: the same corrected seconds, and none for the yardsticks."""
+    now, slowness = [0.0], [1.0]
+
+    def work(seconds):
+        now[0] += seconds * slowness[0]
+
+    monkeypatch.setattr("timing.cpu_clock", lambda: now[0])
+    clock = YardstickClock()
+
+    def yardstick():
+        work(0.0004)
+        return 0.0004 * slowness[0]
+
+    monkeypatch.setattr(clock, "_measure", yardstick)
+
+    def measured():
+        clock()
+        start = clock()
+        work(0.01)
+        return clock() - start
+
+    fast = measured()
+    slowness[0] = 2.0
+    slow = measured()
+    assert fast == pytest.approx(0.01)
+    assert slow == pytest.approx(fast)
+
+
+def test_the_yardstick_sees_more_work():
+    clock = YardstickClock()
+
+    def measured(seconds):
+        samples = []
+        for _ in range(9):
+            start = clock()
+            spin(seconds)
+            samples.append(clock() - start)
+        return statistics.median(samples)
+
+    assert 1.5 < measured(0.02) / measured(0.01) < 2.7
 
 
 def test_children_are_counted():
