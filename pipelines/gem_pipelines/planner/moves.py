@@ -1,0 +1,160 @@
+"""What travels in one step: every collective by axis, its bytes, and whether computing can hide it.
+
+Dense, per FSDP unit, over shard x expert (n ranks; experts of a rank over shard alone):
+    all_gather      the shard, before forward and again before backward (the root once)
+    reduce_scatter  the whole gradient, after backward
+    all_reduce      the gradient's shard over replicate
+Experts, over expert: all_gather of the layer's input and of the output's gradient, reduce_scatter of the output and of
+the input's gradient. They sit between two computations and hide behind nothing.
+Tables, over table_shard: all_to_all of ids (for the next batch: hidden), of vectors and of their gradients (exposed).
+Over table_replica: plain copies, all_reduce of weights and momentum every `sync_every` steps (exposed); fully sharded,
+all_gather of weights and momentum before the lookup (and once more before the update when the copy is released in
+between) and reduce_scatter after it (hidden behind the dense part).
+
+Dense and expert bytes are those of each rank, exact for the rank named; those of tables are means over the ranks,
+since which rank owns which table decides them. Bytes are what is sent, as gem_comm counts (traffic.py); so equal to
+counted bytes wherever a run is counted. Left out: loss, metrics, gradient norm and row counts, some hundred bytes a
+step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gem_comm.interface import Kind, MeshSpec
+from gem_comm.traffic import sent_bytes
+
+from gem_pipelines.planner.workload import Unit, Workload, owned_experts, padded_shard
+
+ID_BYTES = 8
+LENGTH_BYTES = 8
+MOMENTUM_BYTES = 4
+TABLE_NUMBER_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Equal collectives of one step. sent: bytes that this rank sends, all calls together. hidden: dense computing runs
+    beside it. balanced: False where the fullest rank's part decides (tables)."""
+
+    what: str
+    axis: str
+    kind: Kind
+    calls: float
+    sent: float
+    hidden: bool
+    balanced: bool = True
+
+
+def moves_of(
+    workload: Workload, spec: MeshSpec, *, expert_rank: int = 0, sync_every: int = 1, table_gathers: int = 2
+) -> tuple[Move, ...]:
+    """All moves of one step that move something. expert_rank: coordinate on the expert axis of the rank looked at."""
+    moves = [*_dense(workload, spec, expert_rank), *_experts(workload, spec), *_tables(workload, spec)]
+    moves += _copies(workload, spec, sync_every, table_gathers)
+    return tuple(move for move in moves if move.sent > 0)
+
+
+def bytes_by_axis(moves: tuple[Move, ...]) -> dict[str, float]:
+    """Bytes that a rank sends over each axis in a step."""
+    totals: dict[str, float] = {}
+    for move in moves:
+        totals[move.axis] = totals.get(move.axis, 0.0) + move.sent
+    return totals
+
+
+def _move(what: str, axis: str, kind: Kind, *, size: int, x_bytes: float, calls: int, hidden: bool) -> Move:
+    sent = calls * sent_bytes(kind, size=size, x_bytes=int(x_bytes))
+    return Move(what=what, axis=axis, kind=kind, calls=calls, sent=sent, hidden=hidden)
+
+
+def _dense(workload: Workload, spec: MeshSpec, expert_rank: int) -> Iterator[Move]:
+    for unit in workload.units:
+        yield from _unit(workload, spec, unit, expert_rank)
+
+
+def _unit(workload: Workload, spec: MeshSpec, unit: Unit, expert_rank: int) -> Iterator[Move]:
+    shapes = list(unit.shapes)
+    own: list[tuple[str, list[tuple[int, ...]], str, int]] = []
+    if unit.experts is not None:
+        if spec.expert == 1:
+            shapes += [shape for expert in unit.experts.shapes for shape in expert]
+        else:
+            for number in owned_experts(len(unit.experts.shapes), spec.expert, expert_rank):
+                own.append((f"expert {number} of", list(unit.experts.shapes[number]), "shard", spec.shard))
+    for label, parts, axis, ranks in [("", shapes, "shard_expert", spec.shard * spec.expert), *own]:
+        elements = padded_shard(parts, ranks)
+        gathered, reduced = elements * workload.gather_bytes, elements * workload.reduce_bytes
+        what = f"{label} {unit.name}".strip()
+        gathers = 1 if unit.root else 2
+        yield _move(
+            f"parameters of {what}", axis, "all_gather", size=ranks, x_bytes=gathered, calls=gathers, hidden=True
+        )
+        yield _move(
+            f"gradients of {what}", axis, "reduce_scatter", size=ranks, x_bytes=reduced * ranks, calls=1, hidden=True
+        )
+        yield _move(
+            f"gradients of {what}",
+            "replicate",
+            "all_reduce",
+            size=spec.replicate,
+            x_bytes=reduced,
+            calls=1,
+            hidden=True,
+        )
+
+
+def _experts(workload: Workload, spec: MeshSpec) -> Iterator[Move]:
+    n, number = spec.expert, workload.activation_number_bytes
+    for unit in workload.units:
+        if unit.experts is None or n == 1:
+            continue
+        read = workload.batch * unit.experts.in_elements * number
+        made = workload.batch * unit.experts.out_elements * number
+        what = f"experts of {unit.name}"
+        for name, kind, x_bytes in (
+            (f"input of {what}", "all_gather", read),
+            (f"output of {what}", "reduce_scatter", made * n),
+            (f"output gradient of {what}", "all_gather", made),
+            (f"input gradient of {what}", "reduce_scatter", read * n),
+        ):
+            yield _move(name, "expert", kind, size=n, x_bytes=x_bytes, calls=1, hidden=False)  # type: ignore[arg-type]
+
+
+def _tables(workload: Workload, spec: MeshSpec) -> Iterator[Move]:
+    n = spec.table_shard
+    away = workload.batch * (n - 1) / n
+    ids = sum(table.ids for table in workload.tables) * ID_BYTES
+    lengths = sum(table.features for table in workload.tables) * LENGTH_BYTES
+    vectors = sum(table.vectors * table.dim for table in workload.tables) * workload.vector_bytes
+    for what, size, hidden in (
+        ("ids", ids + lengths, True),
+        ("embedding vectors", vectors, False),
+        ("gradients of embedding vectors", vectors, False),
+    ):
+        yield Move(
+            what=what, axis="table_shard", kind="all_to_all", calls=1, sent=away * size, hidden=hidden, balanced=False
+        )
+
+
+def _copies(workload: Workload, spec: MeshSpec, sync_every: int, table_gathers: int) -> list[Move]:
+    n = spec.table_replica
+    part = table_bytes(workload) / spec.table_shard
+    if spec.fully_sharded:
+        kinds: tuple[tuple[str, Kind, float, float, bool], ...] = (
+            ("slices of tables", "all_gather", table_gathers, table_gathers * (n - 1) * part / n, True),
+            ("updated tables", "reduce_scatter", 1, (n - 1) * part / n, True),
+        )
+    else:
+        each = 1 / sync_every
+        kinds = (("averages of tables", "all_reduce", each, each * 2 * (n - 1) * part / n, False),)
+    return [
+        Move(what=what, axis="table_replica", kind=kind, calls=calls, sent=sent, hidden=hidden, balanced=False)
+        for what, kind, calls, sent, hidden in kinds
+    ]
+
+
+def table_bytes(workload: Workload) -> float:
+    """Weights and momentum of one copy of all tables."""
+    return float(sum(t.rows * (t.dim * TABLE_NUMBER_BYTES + MOMENTUM_BYTES) for t in workload.tables))

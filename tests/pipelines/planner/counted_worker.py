@@ -1,0 +1,122 @@
+"""One rank: plan the bytes of a step, run the step, compare. python counted_worker.py RANK WORLD_SIZE PORT"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import torch
+import torch.distributed as dist
+from gem_comm.api import Traffic, build_meshes, layout, make_collectives, observe_traffic, read_topology
+from gem_comm.differentiable import all_gather_rows, reduce_scatter_rows
+from gem_comm.interface import MeshSpec
+from gem_pipelines.model.build import build_model
+from gem_pipelines.model.config import InteractionConfig
+from gem_pipelines.model.testing import make_config, make_inputs, make_schema
+from gem_pipelines.planner.moves import moves_of, table_bytes
+from gem_pipelines.planner.recipe import _interaction_sizes
+from gem_pipelines.planner.workload import TableLoad, Workload, dense_units, experts_of, owned_experts, units_of
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+ROWS = 3
+TABLES = (TableLoad(name="a", rows=12, dim=4, ids=2.0, vectors=2.0),)
+DHEN = InteractionConfig(kind="dhen", members=("fm", "linear"), fm_tokens=2, linear_tokens=2, rank=3, hidden=(5,))
+
+
+def specs(world: int) -> list[MeshSpec]:
+    found = [
+        MeshSpec(shard=world, table_shard=world),
+        MeshSpec(replicate=world, table_shard=1, table_replica=world),
+        MeshSpec(expert=2, shard=world // 2, table_shard=world // 2, table_replica=2, fully_sharded=True),
+    ]
+    if world == 4:
+        found.append(MeshSpec(shard=2, replicate=2, table_shard=2, table_replica=2))
+        found.append(MeshSpec(expert=2, replicate=2, table_shard=2, table_replica=2))
+    return found
+
+
+class Spread(nn.Module):
+    """A layer's DHEN interaction with its members spread over the expert axis."""
+
+    def __init__(self, whole: nn.Module, comm, owned: list[str]) -> None:
+        super().__init__()
+        self.members = nn.ModuleDict({name: whole.members[name] for name in owned})
+        self.shortcut, self.norm, self.comm = whole.shortcut, whole.norm, comm
+
+    def forward(self, x):
+        rows = [ROWS] * self.comm.size
+        everybody = all_gather_rows(x, self.comm, rows=rows)
+        total = torch.stack([member(everybody) for member in self.members.values()]).sum(0)
+        return self.norm(reduce_scatter_rows(total, self.comm, rows=rows) + self.shortcut(x))
+
+
+def check(rank: int, spec: MeshSpec) -> None:
+    config = make_config(interaction=DHEN)
+    model = build_model(make_schema(), config, seed=0)
+    units = dense_units(model, in_out=_interaction_sizes(make_schema(), config))
+    work = Workload(
+        name="t", units=units, tables=TABLES, batch=ROWS, forward_flops=1, backward_flops=1, flops_spread=0,
+        activation_bytes=1,
+    )  # fmt: skip
+    placed = layout(spec, read_topology("laptop"))
+    built = build_meshes(placed, device="cpu")
+    here = placed.coordinate(rank)["expert"]
+    traffic = Traffic()
+    comm = make_collectives(built, "expert", impl="torch")
+    for _, layer in units_of(model):
+        if spec.expert > 1:
+            members = [name.rpartition(".")[2] for name, _ in experts_of(layer)]
+            owned = [members[i] for i in owned_experts(len(members), spec.expert, here)]
+            layer.interaction = Spread(layer.interaction, comm, owned)
+            for member in layer.interaction.members.values():
+                fully_shard(member, mesh=built.experts)
+        fully_shard(layer, mesh=built.shared)
+    fully_shard(model, mesh=built.shared)
+    inputs = make_inputs([2, 0, 5], seed=rank, dtype=torch.float32)
+    copy = make_collectives(built, "table_replica", impl="torch")
+    # axes of one size may share a group: name them in the order in which the plan would
+    order = ("replicate", "shard_expert") if spec.replicate > 1 else ("shard_expert", "expert", "shard")
+    if spec.expert > 1:
+        order = ("expert", "replicate") if spec.shard == 1 else ("expert", "shard", "shard_expert")
+    with observe_traffic(built.process_groups, traffic, order=order):
+        model(inputs).sum().backward()
+    planned: dict[tuple[str, str], int] = {}
+    for move in moves_of(work, spec, expert_rank=here):
+        if not move.axis.startswith("table"):
+            groups = built.process_groups
+            axis = next(a for a in (*order, *groups) if groups[a].group_name == groups[move.axis].group_name)
+            planned[axis, move.kind] = planned.get((axis, move.kind), 0) + int(move.sent)
+    counted = {key: count for key, count in traffic.sent.items() if count}
+    assert counted == planned, f"{spec}: counted {counted}, planned {planned}"
+    copies(spec, copy, work)
+
+
+def copies(spec: MeshSpec, comm, work: Workload) -> None:
+    """Gathering slices and scattering updates, or averaging: weights and momentum of this rank's part."""
+    counted = Traffic()
+    from gem_comm.api import wrap
+
+    comm = wrap(comm, traffic=counted)
+    part = int(table_bytes(work)) // spec.table_shard
+    whole = torch.zeros(part // 4)
+    if spec.fully_sharded:
+        for _ in range(2):
+            comm.all_gather(whole[: len(whole) // comm.size])
+        comm.reduce_scatter(whole, op="mean")
+    else:
+        comm.all_reduce(whole, op="mean")
+    planned = sum(m.sent for m in moves_of(work, spec) if m.axis == "table_replica")
+    assert counted.by_axis()["table_replica"] == planned, f"{spec}: {counted.by_axis()} != {planned}"
+
+
+def main(rank: int, world: int, port: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    for spec in specs(world):
+        check(rank, dataclasses.replace(spec))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
