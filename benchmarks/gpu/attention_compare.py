@@ -63,13 +63,16 @@ def difference(got: list[Tensor], want: list[Tensor]) -> list[float]:
     ]
 
 
-def compare(shape: Shape, peers: str | None, impls: list[str], rounds: int) -> list[dict]:
+def compare(
+    shape: Shape, peers: str | None, impls: list[str], rounds: int, only: list[str] | None = None
+) -> list[dict]:
     torch.manual_seed(0)
     qkv = inputs(shape)
     do = torch.randn_like(qkv[0])
     makers: dict[str, Callable[[], Call]] = {f"ours, {impl}": lambda impl=impl: ours(shape, impl) for impl in impls}
     if peers:
-        makers |= {name: lambda make=make: make(peers) for name, make in contenders(shape).items()}
+        chosen = {name: make for name, make in contenders(shape).items() if not only or name in only}
+        makers |= {name: lambda make=make: make(peers) for name, make in chosen.items()}
     rows, timed, want = [], {}, None
     for name, make in makers.items():
         try:
@@ -82,6 +85,8 @@ def compare(shape: Shape, peers: str | None, impls: list[str], rounds: int) -> l
         rows.append({"shape": shape.name, "name": name, "difference_from_first": difference(got, want)})
         timed[name] = (forward, backward, [], [])
         del got
+    if rounds == 0:
+        return rows
     rate = matmul_tflops()
     for i in range(rounds + 5):
         for forward, backward, f_ms, b_ms in timed.values():
@@ -114,9 +119,10 @@ def main() -> None:
     parser.add_argument("--impls", nargs="*", default=["gluon", "triton"])
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--warm", help="fill the kernel caches for this shape and end")
+    parser.add_argument("--only", nargs="*", help="these peers only")
     args = parser.parse_args()
     if args.warm:
-        compare(shapes()[args.warm], args.peers, args.impls, 0)
+        compare(shapes()[args.warm], args.peers, args.impls, 0, args.only)
         return
     run = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -132,7 +138,7 @@ def main() -> None:
     }
     print({k: v for k, v in run.items() if k != "rows"}, flush=True)
     for name in args.shapes:
-        for row in compare(shapes()[name], args.peers, args.impls, args.rounds):
+        for row in compare(shapes()[name], args.peers, args.impls, args.rounds, args.only):
             run["rows"].append(row)
             if "fwd_ms" in row:
                 print(

@@ -23,19 +23,16 @@ from torch import Tensor
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # block_m, block_n, stages, warps (and, backward, whether it is parallel over the sequence)
-_HSTU_FWD = {(64, 64, 2, 4), (64, 64, 4, 4), (128, 32, 4, 4), (128, 64, 2, 4), (128, 64, 2, 8), (128, 64, 4, 8)}
+_HSTU_FWD = {(64, 64, 4, 4), (128, 32, 4, 4), (128, 64, 2, 8), (128, 64, 4, 8)}
 _HSTU_BWD = {
     (64, 64, 1, 4, False),
     (64, 64, 2, 4, False),
     (64, 64, 1, 8, False),
-    (64, 64, 2, 8, False),
     (32, 64, 2, 4, False),
     (32, 128, 2, 8, False),
-    (64, 64, 1, 4, True),
-    (64, 64, 2, 4, True),
 }
-_GDPA_FWD = {(64, 64, 3, 4), (128, 64, 3, 4), (128, 64, 3, 8), (128, 128, 3, 8), (64, 128, 3, 4)}
-_GDPA_BWD = {(32, 64, 3, 4), (64, 64, 3, 4), (64, 64, 1, 4), (64, 64, 3, 8), (64, 128, 3, 8), (32, 128, 3, 8)}
+_GDPA_FWD = {(64, 64, 3, 4), (128, 64, 3, 4), (128, 64, 3, 8), (128, 128, 3, 8)}
+_GDPA_BWD = {(32, 64, 3, 4), (64, 64, 3, 4), (64, 64, 1, 4), (64, 128, 3, 8)}
 
 
 def _offsets(lengths: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -147,7 +144,6 @@ def contenders(shape: Shape) -> dict[str, Callable[[str], Call]]:
         }
     return {
         "Triton GDPA": lambda peers: triton_gdpa(peers, shape, options=""),
-        "Triton GDPA, TMA": lambda peers: triton_gdpa(peers, shape, options="tma"),
         "Triton GDPA, TMA persistent": lambda peers: triton_gdpa(peers, shape, options="tma persistent"),
     }
 

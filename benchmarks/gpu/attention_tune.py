@@ -103,10 +103,10 @@ def step(p: triton_launch.Problem, kernel: str, tiles: Tiles, do: torch.Tensor):
     grads = triton_launch.empty_gradients(p)
     lse = torch.empty(0, dtype=torch.float32, device=p.q.device)
     if kernel == "dq":
-        return lambda: triton_launch.run_dq(p, do, None, lse, lse, grads, tiles)
+        return lambda: triton_launch.run_dq(p, do, None, lse, lse, grads=grads, tiles=tiles)
     if kernel == "dkv":
         return lambda: triton_launch.run_dkv(p, do, lse, lse, grads, tiles)
-    return lambda: triton_launch.short_query_backward(p, do, grads, tiles)
+    return lambda: triton_launch.short_query_backward(p, do, grads, tiles.block_m, tiles)
 
 
 def candidates(shape: Shape) -> dict[str, list[Tiles]]:
@@ -148,7 +148,7 @@ def main() -> None:
         (name, kernel, tiles, 10 * major + minor)
         for name in args.shapes
         for kernel in args.kernels
-        if (kernel == "short") <= (max(shapes()[name].q_lengths) <= triton_launch.SHORT_QUERY_ROWS)
+        if (kernel == "short") <= (max(shapes()[name].q_lengths) <= max(triton_launch.SHORT_QUERY_ROWS))
         for tiles in candidates(shapes()[name])[kernel]
     ]
     start = time.perf_counter()

@@ -59,7 +59,7 @@ def call(
         layout.timestamps,
         spec.to_text(),
         layout.batch_size,
-        longest_q <= SHORT_QUERY_ROWS,
+        next((rows for rows in SHORT_QUERY_ROWS if longest_q <= rows), 0),
         impl,
     )
     if spec.query == "broadcast":
@@ -83,7 +83,7 @@ def fused_forward(
     timestamps: Tensor | None,
     spec: str,
     batch_size: int,
-    short_queries: bool,
+    short_queries: int,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """(out (rows, H, E), lse); see triton_launch.forward."""
@@ -127,7 +127,7 @@ def fused_backward(
     timestamps: Tensor | None,
     spec: str,
     batch_size: int,
-    short_queries: bool,
+    short_queries: int,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, gradient of position_table, of time_table); the last two empty where there is no table."""

@@ -4,7 +4,7 @@ The same shape as the forward (gluon_forward): one producer warp, two consumer w
 streamed, persistent programs, no atomics. As in triton_backward the scores are formed twice, 7 products in all: each of
 them then has its first operand in registers or resident in shared memory, and nothing goes through float32 scratch.
 
-dq:       S = Q K_j^T and dP = dO V_j^T start behind dQ += dS_{j-1} K_{j-1}; f'(S) while dP runs; dS_j = f'(S) dP
+dq:       S = Q K_j^T and dP = dO V_j^T start behind dQ += dS_{j-1} K_{j-1}; wait; dS_j = f'(S) dP
 dk, dv:   S^T = K Q_i^T and dP^T = V dO_i^T start; P_i while dP^T runs; dV += P_i^T dO_i starts; dS_i while it runs;
           dK += dS_i^T Q_i
 
@@ -15,7 +15,7 @@ dS^T (32) may not live beside the next S^T and dP^T: their products are waited f
 as in triton_common; W is a warpgroup's rows, 64.
 """
 
-# ruff: noqa: RUF005, RUF059, B007  (kernel code: no starred lists, tuples unpacked whole, loops that only count)
+# ruff: noqa: RUF005, B007  (kernel code: no starred lists, tuples unpacked whole, loops that only count)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.tools.ragged_tma import to_ragged_indices
@@ -48,7 +47,7 @@ def store_tile(desc, start, length, row, head, tile, buffer, ROWS: gl.constexpr,
 @gluon.jit
 def _dq_load(q, do, k, v, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, C: gl.constexpr, UNIT: gl.constexpr,
              STAGES: gl.constexpr):  # fmt: skip
-    q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, do_full, do_empty, kv_full, kv_empty = bars
     blocks = 0
     done = 0
     for turn in range(work.rounds * UNIT):
@@ -73,67 +72,60 @@ def _dq_load(q, do, k, v, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work
             for index in range((hi - lo) // C.block_n):
                 n0 = block_at(index, lo, mid, top, masked, C.block_n)
                 stage = blocks % STAGES
-                phase = (blocks // STAGES & 1) ^ 1
-                mbarrier.wait(k_empty.index(stage), phase)
-                mbarrier.expect(k_full.index(stage), C.block_n * C.block_d * 2)
-                copy_rows(k, at.k_start, at.k_length, n0, head // C.group, k_full.index(stage), k_s.index(stage))
-                mbarrier.wait(v_empty.index(stage), phase)
-                mbarrier.expect(v_full.index(stage), C.block_n * C.block_e * 2)
-                copy_rows(v, at.k_start, at.k_length, n0, head // C.group, v_full.index(stage), v_s.index(stage))
+                full = kv_full.index(stage)
+                mbarrier.wait(kv_empty.index(stage), (blocks // STAGES & 1) ^ 1)
+                mbarrier.expect(full, C.block_n * (C.block_d + C.block_e) * 2)
+                copy_rows(k, at.k_start, at.k_length, n0, head // C.group, full, k_s.index(stage))
+                copy_rows(v, at.k_start, at.k_length, n0, head // C.group, full, v_s.index(stage))
                 blocks += 1
 
 
 @gluon.jit
-def _dq_scores(q_WD, do_WE, blocks, k_s, v_s, bars, C: gl.constexpr, S: gl.constexpr, STAGES: gl.constexpr):
+def _dq_scores(q_WD, do_WE, blocks, k_s, v_s, kv_full, C: gl.constexpr, S: gl.constexpr, STAGES: gl.constexpr):
     """Start S and dP of block `blocks`."""
-    _, _, _, _, k_full, _, v_full, _ = bars
     stage = blocks % STAGES
-    phase = blocks // STAGES & 1
     zero_WN = gl.full([W, C.block_n], 0.0, gl.float32, layout=S)
-    mbarrier.wait(k_full.index(stage), phase)
+    mbarrier.wait(kv_full.index(stage), blocks // STAGES & 1)
     k_ND = flat(k_s.index(stage), C.block_n, C.block_d)
-    s = warpgroup_mma(q_WD, k_ND.permute((1, 0)), zero_WN, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(stage), phase)
     v_NE = flat(v_s.index(stage), C.block_n, C.block_e)
+    s = warpgroup_mma(q_WD, k_ND.permute((1, 0)), zero_WN, use_acc=False, is_async=True)
     dp = warpgroup_mma(do_WE, v_NE.permute((1, 0)), zero_WN, use_acc=False, is_async=True)
     return s, dp
 
 
 @gluon.jit
-def _dq_slope(s_WN, n0, position_W, rules, numbers, MASK: gl.constexpr, C: gl.constexpr, S: gl.constexpr):
-    """f'(S), masked."""
+def _dq_slope(s_WN, dp_WN, n0, position_W, rules, numbers, MASK: gl.constexpr, C: gl.constexpr, S: gl.constexpr,
+              P: gl.constexpr, dtype: gl.constexpr):  # fmt: skip
+    """dS, masked, as the first operand of the next product."""
     _, slope_WN = activate_and_slope(s_WN, numbers.scale, C)
+    ds_WN = slope_WN * dp_WN
     if MASK:
         column_N = n0 + gl.arange(0, C.block_n, layout=gl.SliceLayout(0, S))
-        slope_WN = gl.where(pair_mask(position_W[:, None], column_N[None, :], rules, C), slope_WN, 0.0)
-    return slope_WN
+        ds_WN = gl.where(pair_mask(position_W[:, None], column_N[None, :], rules, C), ds_WN, 0.0)
+    return gl.convert_layout(ds_WN.to(dtype), P)
 
 
 @gluon.jit
-def _dq_step(acc, q_WD, do_WE, blocks, first, n0, position_W, k_s, v_s, bars, rules, numbers, MASK: gl.constexpr,
-             C: gl.constexpr, S: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Start S and dP behind the product of the block before; f'(S) while dP runs; start dQ += dS K, not waited for."""
-    _, _, _, _, _, k_empty, _, v_empty = bars
-    dtype: gl.constexpr = k_s.dtype
-    stage = blocks % STAGES
-    s, dp = _dq_scores(q_WD, do_WE, blocks, k_s, v_s, bars, C, S, STAGES)
-    s_WN, acc = warpgroup_mma_wait(1, deps=(s, acc))
-    mbarrier.arrive(k_empty.index((blocks + STAGES - 1) % STAGES), count=1, pred=first == 0)
-    slope_WN = _dq_slope(s_WN, n0, position_W, rules, numbers, MASK, C, S)
-    dp_WN = warpgroup_mma_wait(0, deps=(dp,))
-    mbarrier.arrive(v_empty.index(stage), count=1)
-    ds_WN = gl.convert_layout((slope_WN * dp_WN).to(dtype), P)
-    return warpgroup_mma(ds_WN, flat(k_s.index(stage), C.block_n, C.block_d), acc, is_async=True)
+def _dq_step(acc, ds_WN, q_WD, do_WE, blocks, n0, position_W, k_s, v_s, kv_full, kv_empty, rules, numbers,
+             MASK: gl.constexpr, C: gl.constexpr, S: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Product of the block before, scores of this one behind it, then this block's dS."""
+    before = (blocks - 1) % STAGES
+    acc = warpgroup_mma(ds_WN, flat(k_s.index(before), C.block_n, C.block_d), acc, is_async=True)
+    s, dp = _dq_scores(q_WD, do_WE, blocks, k_s, v_s, kv_full, C, S, STAGES)
+    s_WN, dp_WN, acc = warpgroup_mma_wait(0, deps=(s, dp, acc))
+    mbarrier.arrive(kv_empty.index(before), count=1)
+    return acc, _dq_slope(s_WN, dp_WN, n0, position_W, rules, numbers, MASK, C, S, P, ds_WN.dtype)
 
 
 @gluon.jit
 def _dq_consume(dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work, PART: gl.constexpr, C: gl.constexpr,
                 UNIT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    q_full, q_empty, do_full, do_empty, _, k_empty, _, v_empty = bars
+    q_full, q_empty, do_full, do_empty, kv_full, kv_empty = bars
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C.block_n, 16])
     D: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C.block_d, 16])
     QL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=D, k_width=2)
+    dtype: gl.constexpr = q_s.dtype
     dq_tile = dq_s.index(PART)
     blocks = 0
     done = 0
@@ -157,22 +149,31 @@ def _dq_consume(dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work
             mbarrier.wait(do_full.index(slot), done // 2 & 1)
             do_WE = flat(do_s.index(2 * slot + PART), W, C.block_e)
             done += 1
-            acc = warpgroup_mma_init(gl.full([W, C.block_d], 0.0, gl.float32, layout=D))
-            if C.rules:
-                for index in range(0, masked):
-                    n0 = block_at(index, lo, mid, top, masked, C.block_n)
-                    acc = _dq_step(acc, q_WD, do_WE, blocks, index == 0, n0, position_W, k_s, v_s, bars, rules, numbers,
-                                   True, C, S, P, STAGES)  # fmt: skip
-                    blocks += 1
-            for index in range(masked, count):
-                acc = _dq_step(acc, q_WD, do_WE, blocks, index == 0, 0, position_W, k_s, v_s, bars, rules, numbers,
-                               False, C, S, P, STAGES)  # fmt: skip
+            acc = gl.full([W, C.block_d], 0.0, gl.float32, layout=D)
+            if count > 0:
+                n0 = block_at(0, lo, mid, top, masked, C.block_n)
+                s, dp = _dq_scores(q_WD, do_WE, blocks, k_s, v_s, kv_full, C, S, STAGES)
+                s_WN, dp_WN = warpgroup_mma_wait(0, deps=(s, dp))
+                # the first block is a masked one if there is any; masking a full block changes nothing
+                ds_WN = _dq_slope(s_WN, dp_WN, n0, position_W, rules, numbers, C.rules, C, S, P, dtype)
                 blocks += 1
-            dq_WD = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(k_empty.index((blocks + STAGES - 1) % STAGES), count=1, pred=count > 0)
+                if C.rules:
+                    for index in range(1, masked):
+                        n0 = block_at(index, lo, mid, top, masked, C.block_n)
+                        acc, ds_WN = _dq_step(acc, ds_WN, q_WD, do_WE, blocks, n0, position_W, k_s, v_s, kv_full,
+                                              kv_empty, rules, numbers, True, C, S, P, STAGES)  # fmt: skip
+                        blocks += 1
+                for index in range(gl.maximum(masked, 1), count):
+                    acc, ds_WN = _dq_step(acc, ds_WN, q_WD, do_WE, blocks, 0, position_W, k_s, v_s, kv_full, kv_empty,
+                                          rules, numbers, False, C, S, P, STAGES)  # fmt: skip
+                    blocks += 1
+                last = (blocks - 1) % STAGES
+                acc = warpgroup_mma(ds_WN, flat(k_s.index(last), C.block_n, C.block_d), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(kv_empty.index(last), count=1)
             mbarrier.arrive(do_empty.index(slot), count=1)
             settle_store()
-            store_tile(dq, at.q_start, at.q_length, m0 + W * PART, head, dq_WD * numbers.gradient_scale, dq_tile, W,
+            store_tile(dq, at.q_start, at.q_length, m0 + W * PART, head, acc * numbers.gradient_scale, dq_tile, W,
                        C.block_d)  # fmt: skip
     tma.store_wait(0)
 
@@ -201,10 +202,9 @@ def gluon_dq_kernel(q, do, k, v, dq, tiles, batch, numbers, items, rounds, C: gl
     dq_s = gl.allocate_shared_memory(dq.dtype, [2] + dq.block_shape, dq.layout)
     q_full, q_empty = ring(1, 1).index(0), ring(1, 2).index(0)
     do_full, do_empty = ring(2, 1), ring(2, 2)
-    k_full, k_empty = ring(STAGES, 1), ring(STAGES, 2)
-    v_full, v_empty = ring(STAGES, 1), ring(STAGES, 2)
+    kv_full, kv_empty = ring(STAGES, 1), ring(STAGES, 2)
     fence_async_shared()
-    bars = (q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty)
+    bars = (q_full, q_empty, do_full, do_empty, kv_full, kv_empty)
     gl.warp_specialize(
         [
             (_dq_first, (dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES)),
@@ -246,7 +246,7 @@ def _row_at(index, first, lo, mid, top, masked, BLOCK: gl.constexpr):
 @gluon.jit
 def _dkv_load(q, do, k, v, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, C: gl.constexpr, UNIT: gl.constexpr,
               STAGES: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
-    kv_full, kv_empty, q_full, q_empty, do_full, do_empty = bars
+    kv_full, kv_empty, full, empty = bars
     blocks = 0
     done = 0
     for turn in range(work.rounds * UNIT):
@@ -256,57 +256,56 @@ def _dkv_load(q, do, k, v, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, wor
             rules = sample_rules(at.q_length, at.k_length, at.targets, at.context, numbers, C)
             first, lo, mid, top, masked, count = _visits(n0, at, rules, C)
             slot = done % SLOTS
-            full = kv_full.index(slot)
+            resident = kv_full.index(slot)
             mbarrier.wait(kv_empty.index(slot), (done // SLOTS & 1) ^ 1)
-            mbarrier.expect(full, 2 * W * (C.block_d + C.block_e) * 2)
-            copy_rows(k, at.k_start, at.k_length, n0, kv_head, full, k_s.index(2 * slot))
-            copy_rows(k, at.k_start, at.k_length, n0 + W, kv_head, full, k_s.index(2 * slot + 1))
-            copy_rows(v, at.k_start, at.k_length, n0, kv_head, full, v_s.index(2 * slot))
-            copy_rows(v, at.k_start, at.k_length, n0 + W, kv_head, full, v_s.index(2 * slot + 1))
+            mbarrier.expect(resident, 2 * W * (C.block_d + C.block_e) * 2)
+            copy_rows(k, at.k_start, at.k_length, n0, kv_head, resident, k_s.index(2 * slot))
+            copy_rows(k, at.k_start, at.k_length, n0 + W, kv_head, resident, k_s.index(2 * slot + 1))
+            copy_rows(v, at.k_start, at.k_length, n0, kv_head, resident, v_s.index(2 * slot))
+            copy_rows(v, at.k_start, at.k_length, n0 + W, kv_head, resident, v_s.index(2 * slot + 1))
             done += 1
             for step in range(count * C.group):
                 head = kv_head * C.group + step // gl.maximum(count, 1)
                 m0 = _row_at(step % gl.maximum(count, 1), first, lo, mid, top, masked, C.block_m)
                 stage = blocks % STAGES
-                phase = (blocks // STAGES & 1) ^ 1
-                mbarrier.wait(q_empty.index(stage), phase)
-                mbarrier.expect(q_full.index(stage), C.block_m * C.block_d * 2)
-                copy_rows(q, at.q_start, at.q_length, m0, head, q_full.index(stage), q_s.index(stage))
-                mbarrier.wait(do_empty.index(stage), phase)
-                mbarrier.expect(do_full.index(stage), C.block_m * C.block_e * 2)
-                copy_rows(do, at.out_start, at.q_length, m0, head, do_full.index(stage), do_s.index(stage))
+                mbarrier.wait(empty.index(stage), (blocks // STAGES & 1) ^ 1)
+                mbarrier.expect(full.index(stage), C.block_m * (C.block_d + C.block_e) * 2)
+                copy_rows(q, at.q_start, at.q_length, m0, head, full.index(stage), q_s.index(stage))
+                copy_rows(do, at.out_start, at.q_length, m0, head, full.index(stage), do_s.index(stage))
                 blocks += 1
 
 
 @gluon.jit
-def _dkv_step(dk, dv, k_WD, v_WE, blocks, m0, position_W, q_s, do_s, bars, rules, numbers, MASK: gl.constexpr,
-              C: gl.constexpr, S: gl.constexpr, PK: gl.constexpr, PV: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """S^T and dP^T of one block of queries, P^T and dS^T, and the products with dO and Q."""
-    _, _, q_full, q_empty, do_full, do_empty = bars
+def _dkv_step(dk, dv, k_WD, v_WE, blocks, m0, cut, position_W, q_s, do_s, bars, rules, numbers, C: gl.constexpr,
+              S: gl.constexpr, PK: gl.constexpr, PV: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """S^T and dP^T of one block of queries, P^T and dS^T, and the products with dO and Q. cut: it needs the mask.
+
+    One loop with a branch, unlike in the other kernels: two loops, masked and full, were no faster here, and with
+    Triton 3.6 the second read a wrong shared-memory address when the first ran less than twice.
+    """
+    _, _, full, empty = bars
     dtype: gl.constexpr = q_s.dtype
     stage = blocks % STAGES
-    phase = blocks // STAGES & 1
     zero_WM = gl.full([W, C.block_m], 0.0, gl.float32, layout=S)
-    mbarrier.wait(q_full.index(stage), phase)
+    mbarrier.wait(full.index(stage), blocks // STAGES & 1)
     q_MD = flat(q_s.index(stage), C.block_m, C.block_d)
     s = warpgroup_mma(k_WD, q_MD.permute((1, 0)), zero_WM, use_acc=False, is_async=True)
-    mbarrier.wait(do_full.index(stage), phase)
     do_ME = flat(do_s.index(stage), C.block_m, C.block_e)
     dp = warpgroup_mma(v_WE, do_ME.permute((1, 0)), zero_WM, use_acc=False, is_async=True)
     s_WM = warpgroup_mma_wait(1, deps=(s,))
     p_WM, slope_WM = activate_and_slope(s_WM, numbers.scale, C)
-    if MASK:
-        i = rules.first_position + m0 + gl.arange(0, C.block_m, layout=gl.SliceLayout(0, S))
-        seen = pair_mask(i[None, :], position_W[:, None], rules, C)
-        p_WM = gl.where(seen, p_WM, 0.0)
-        slope_WM = gl.where(seen, slope_WM, 0.0)
+    if C.rules:  # noqa: SIM102
+        if cut:
+            i = rules.first_position + m0 + gl.arange(0, C.block_m, layout=gl.SliceLayout(0, S))
+            seen = pair_mask(i[None, :], position_W[:, None], rules, C)
+            p_WM = gl.where(seen, p_WM, 0.0)
+            slope_WM = gl.where(seen, slope_WM, 0.0)
     dv = warpgroup_mma(gl.convert_layout(p_WM.to(dtype), PV), do_ME, dv, is_async=True)
     dp_WM = warpgroup_mma_wait(1, deps=(dp,))
     ds_WM = gl.convert_layout((slope_WM * dp_WM).to(dtype), PK)
     dk = warpgroup_mma(ds_WM, q_MD, dk, is_async=True)
     dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-    mbarrier.arrive(q_empty.index(stage), count=1)
-    mbarrier.arrive(do_empty.index(stage), count=1)
+    mbarrier.arrive(empty.index(stage), count=1)
     return dk, dv
 
 
@@ -314,7 +313,7 @@ def _dkv_step(dk, dv, k_WD, v_WE, blocks, m0, position_W, q_s, do_s, bars, rules
 def _dkv_consume(dk_out, dv_out, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, PART: gl.constexpr,
                  C: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
     """Rows 64 PART .. 64 PART + 64 of every tile of keys. The results leave through the tile's own k and v buffers."""
-    kv_full, kv_empty, _, _, _, _ = bars
+    kv_full, kv_empty, _, _ = bars
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C.block_m, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C.block_d, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C.block_e, 16])
@@ -338,15 +337,12 @@ def _dkv_consume(dk_out, dv_out, q_s, do_s, k_s, v_s, bars, tiles, batch, number
             dk = gl.full([W, C.block_d], 0.0, gl.float32, layout=DK)
             dv = gl.full([W, C.block_e], 0.0, gl.float32, layout=DV)
             for member in range(C.group):
-                if C.rules:
-                    for index in range(0, masked):
+                for index in range(0, count):
+                    m0 = 0
+                    if C.rules:
                         m0 = _row_at(index, first, lo, mid, top, masked, C.block_m)
-                        dk, dv = _dkv_step(dk, dv, k_WD, v_WE, blocks, m0, position_W, q_s, do_s, bars, rules, numbers,
-                                           True, C, S, PK, PV, STAGES)  # fmt: skip
-                        blocks += 1
-                for index in range(masked, count):
-                    dk, dv = _dkv_step(dk, dv, k_WD, v_WE, blocks, 0, position_W, q_s, do_s, bars, rules, numbers,
-                                       False, C, S, PK, PV, STAGES)  # fmt: skip
+                    dk, dv = _dkv_step(dk, dv, k_WD, v_WE, blocks, m0, index < masked, position_W, q_s, do_s, bars,
+                                       rules, numbers, C, S, PK, PV, STAGES)  # fmt: skip
                     blocks += 1
             store_tile(dv_out, at.k_start, at.k_length, n0 + W * PART, kv_head, dv * numbers.inverse_divisor, v_tile, W,
                        C.block_e)  # fmt: skip
@@ -382,10 +378,9 @@ def gluon_dkv_kernel(q, do, k, v, dk, dv, tiles, batch, numbers, items, rounds, 
     k_s = gl.allocate_shared_memory(k.dtype, [2 * SLOTS] + k.block_shape, k.layout)
     v_s = gl.allocate_shared_memory(v.dtype, [2 * SLOTS] + v.block_shape, v.layout)
     kv_full, kv_empty = ring(SLOTS, 1), ring(SLOTS, 2)
-    q_full, q_empty = ring(STAGES, 1), ring(STAGES, 2)
-    do_full, do_empty = ring(STAGES, 1), ring(STAGES, 2)
+    full, empty = ring(STAGES, 1), ring(STAGES, 2)
     fence_async_shared()
-    bars = (kv_full, kv_empty, q_full, q_empty, do_full, do_empty)
+    bars = (kv_full, kv_empty, full, empty)
     gl.warp_specialize(
         [
             (_dkv_first, (dk, dv, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES, SLOTS)),

@@ -29,7 +29,7 @@ from gem_attention.triton_launch import (
     tma_fits,
 )
 
-DIMS = (64, 128)
+DIMS = (128,)  # at 64 the activation, not the products, sets the pace, and impl="triton" with more warps is faster
 _BILLION = 2**30
 _MANY = 0x7FFF0000
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -78,7 +78,7 @@ def _portions(tiles: Tensor, unit: int, heads: int, programs: int) -> tuple[int,
 def _forward_choice(p: Problem) -> Choice:
     """Columns of 128 pay where most tiles are full and sequences long; see benchmarks/gpu/NOTES-attention.md."""
     if p.spec.mask.causal and not p.spec.mask.window:
-        return Choice(block=128, stages=2 if p.q.shape[2] == 128 else 4)
+        return Choice(block=128, stages=2)
     return Choice(block=64, stages=4)
 
 
@@ -111,7 +111,7 @@ def forward(p: Problem, choice: Choice | None = None) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def backward(p: Problem, do: Tensor, out: Tensor | None, lse: Tensor, *, short_queries: bool = False) -> Gradients:
+def backward(p: Problem, do: Tensor, out: Tensor | None, lse: Tensor, *, short_queries: int = 0) -> Gradients:
     """Gradients of q, k and v. out and lse are softmax's and unused."""
     del out, lse
     q, k, v, do = rows_last(p.q), rows_last(p.k), rows_last(p.v), rows_last(do)
@@ -123,7 +123,7 @@ def backward(p: Problem, do: Tensor, out: Tensor | None, lse: Tensor, *, short_q
             grad.zero_()
         return grads
     if short_queries and takes_short_queries(p):
-        return short_query_backward(p, do, grads, None)
+        return short_query_backward(p, do, grads, short_queries)
     run_dq(p, do, grads)
     run_dkv(p, do, grads)
     return grads

@@ -164,10 +164,10 @@ Kernel = Literal["forward", "dq", "dkv", "short"]
 
 # (kernel, padded head dim) -> tiles. Chosen on an H200, see benchmarks/gpu/NOTES-attention.md.
 _TILES: dict[tuple[str, int], Tiles] = {
-    ("forward", 64): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
+    ("forward", 64): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True, registers=128),
     ("forward", 128): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
     ("forward", 256): Tiles(block_m=64, block_n=64, warps=8, stages=2, tma=True),
-    ("dq", 64): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
+    ("dq", 64): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True, registers=168),
     ("dq", 128): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
     ("dq", 256): Tiles(block_m=64, block_n=32, warps=8, stages=2),
     ("dkv", 64): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
@@ -175,6 +175,14 @@ _TILES: dict[tuple[str, int], Tiles] = {
     ("dkv", 256): Tiles(block_m=32, block_n=64, warps=8, stages=2),
     ("short", 64): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
     ("short", 128): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
+}
+# short visits (a window) and unmasked ones have their own best choices at head dim 128
+_WINDOW_TILES: dict[tuple[str, int], Tiles] = {
+    ("forward", 128): Tiles(block_m=64, block_n=64, warps=4, stages=2, tma=True, registers=168),
+    ("dkv", 128): Tiles(block_m=32, block_n=64, warps=4, stages=2),
+}
+_UNMASKED_TILES: dict[tuple[str, int], Tiles] = {
+    ("dkv", 128): Tiles(block_m=32, block_n=64, warps=4, stages=4, tma=True),
 }
 
 
@@ -185,9 +193,17 @@ def pick_tiles(kernel: Kernel, spec: AttentionSpec, *, dim: int, v_dim: int, flo
     """
     if float32:
         return Tiles(block_m=32, block_n=32, warps=4, stages=1)
-    tiles = _TILES[kernel, max(64, padded_dim(max(dim, v_dim)))]
+    mask, key = spec.mask, (kernel, max(64, padded_dim(max(dim, v_dim))))
+    pointwise = spec.activation != "softmax" and spec.bias is None
+    tiles = _TILES[key]
+    if pointwise and mask.window:
+        tiles = _WINDOW_TILES.get(key, tiles)
+    elif pointwise and mask == type(mask)():
+        tiles = _UNMASKED_TILES.get(key, tiles)
+    if not pointwise:
+        tiles = replace(tiles, registers=0)
     if spec.bias is not None:
         tiles = replace(tiles, stages=1)
-    if spec.mask.block == 64:
+    if mask.block == 64:
         tiles = replace(tiles, block_m=64, block_n=64)
     return tiles

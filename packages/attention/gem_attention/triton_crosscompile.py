@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,8 +30,10 @@ from triton.runtime.driver import driver
 class Report:
     """One compiled kernel. shared_bytes: dynamic shared memory of a program; the counts are of machine instructions.
 
-    spill_instructions: loads and stores of local memory (LDL, STL). wgmma: HGMMA or UTCHMMA, the matrix instructions of
-    Hopper and Blackwell; mma: HMMA, the older, slower ones. tma: bulk tensor copies (UTMALDG, UTMASTG, UTMAREDG).
+    spill_instructions: loads and stores of local memory (LDL, STL) anywhere; hot_spills: those in innermost loops that
+    hold matrix instructions, so paid in every step (the others are paid once a tile). wgmma: HGMMA or UTCHMMA, the
+    matrix instructions of Hopper and Blackwell; mma: HMMA, the older, slower ones. tma: bulk tensor copies (UTMALDG,
+    UTMASTG, UTMAREDG).
     """
 
     name: str
@@ -41,6 +42,7 @@ class Report:
     shared_bytes: int
     registers: int
     spill_instructions: int
+    hot_spills: int
     wgmma: int
     mma: int
     tma: int
@@ -112,7 +114,8 @@ def report_of(kernel: Any, capability: int) -> Report:
         file.flush()
         usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
         sass = _tool("cuobjdump", "--dump-sass", file.name)
-    opcodes = list(_opcodes(sass))
+    code = _instructions(sass)
+    opcodes = [op for _, op, _ in code]
 
     def count(*names: str) -> int:
         return sum(op.split(".")[0] in names for op in opcodes)
@@ -125,6 +128,7 @@ def report_of(kernel: Any, capability: int) -> Report:
         shared_bytes=kernel.metadata.shared,
         registers=registers,
         spill_instructions=count("LDL", "STL"),
+        hot_spills=_hot_spills(code),
         wgmma=count("HGMMA", "UTCHMMA"),
         mma=count("HMMA"),
         tma=count("UTMALDG", "UTMASTG", "UTMAREDG"),
@@ -137,6 +141,23 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([str(path), *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def _opcodes(sass: str) -> Iterator[str]:
-    for match in re.finditer(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass, re.MULTILINE):
-        yield match.group(1)
+_LINE = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*)", re.MULTILINE)
+_MATRIX = ("HGMMA", "UTCHMMA", "HMMA")
+
+
+def _instructions(sass: str) -> list[tuple[int, str, int | None]]:
+    """(address, opcode, branch target or None) of each instruction."""
+    code = []
+    for address, op, rest in _LINE.findall(sass):
+        target = re.search(r"0x([0-9a-f]+)\s*$", rest) if op.startswith("BRA") else None
+        code.append((int(address, 16), op, int(target.group(1), 16) if target else None))
+    return code
+
+
+def _hot_spills(code: list[tuple[int, str, int | None]]) -> int:
+    """Local-memory instructions in innermost loops (of backward branches) that hold matrix instructions."""
+    loops = {(target, at) for at, _, target in code if target is not None and target <= at}
+    inside = {loop: [op.split(".")[0] for at, op, _ in code if loop[0] <= at <= loop[1]] for loop in loops}
+    matrix = [loop for loop in loops if any(op in _MATRIX for op in inside[loop])]
+    inner = [a for a in matrix if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in matrix)]
+    return sum(op in ("LDL", "STL") for loop in inner for op in inside[loop])

@@ -23,7 +23,7 @@ from gem_attention.triton_tiles import Sequences, tile_list
 
 _MAX_INT64 = 2**63 - 1
 _TMA_ROWS = 2**30
-SHORT_QUERY_ROWS = 64
+SHORT_QUERY_ROWS = (32, 64)  # what block_m of short_query_kernel can be
 
 
 class Problem(NamedTuple):
@@ -307,11 +307,14 @@ def backward(
     out: Tensor | None,
     lse: Tensor,
     *,
-    short_queries: bool = False,
+    short_queries: int = 0,
     dq_tiles: Tiles | None = None,
     dkv_tiles: Tiles | None = None,
 ) -> Gradients:
-    """Gradients of every differentiable input. do: (rows, H, E). out and lse: the forward's, used by softmax only."""
+    """Gradients of every differentiable input. do: (rows, H, E). out and lse: the forward's, used by softmax only.
+
+    short_queries: 32 or 64 promises that no sample has more rows of q; 0 promises nothing.
+    """
     q, k, v, do = rows_last(p.q), rows_last(p.k), rows_last(p.v), rows_last(do)
     p = p._replace(q=q, k=k, v=v)
     grads = empty_gradients(p)
@@ -321,7 +324,7 @@ def backward(
                 grad.zero_()
         return grads
     if short_queries and takes_short_queries(p):
-        return short_query_backward(p, do, grads, dkv_tiles)
+        return short_query_backward(p, do, grads, short_queries, dkv_tiles)
     # rows of k that no sample reads get zero by the kernel itself: it visits every key tile
     delta = torch.empty_like(lse)
     grads = grads._replace(dq=run_dq(p, do, out, lse, delta, grads=grads, tiles=_tiles_for(p, "dq", dq_tiles)))
@@ -425,8 +428,9 @@ def takes_short_queries(p: Problem) -> bool:
     )
 
 
-def short_query_backward(p: Problem, do: Tensor, grads: Gradients, tiles: Tiles | None) -> Gradients:
-    tiles = _without_tma(_tiles_for(p, "short", tiles), p.k, p.v)
+def short_query_backward(p: Problem, do: Tensor, grads: Gradients, rows: int, tiles: Tiles | None = None) -> Gradients:
+    """dq, dk and dv in one kernel; no sample has more than `rows` rows of q."""
+    tiles = _without_tma(tiles or replace(_tiles_for(p, "short", None), block_m=rows), p.k, p.v)
     c = compile_spec(p, tiles)
     shared = p.spec.query == "broadcast"
     dq = torch.empty(p.out_rows, *p.q.shape[1:], dtype=torch.float32, device=p.q.device) if shared else grads.dq
