@@ -137,7 +137,7 @@ def is_view(func: Any) -> bool:
 
 
 def mesh_axis(arguments: Iterable[Any]) -> str:
-    """The mesh axis of the group a collective runs on, from the description that DeviceMesh gives its groups."""
+    """The mesh axis of the group a collective runs on, from its description: "mesh_shard" (DeviceMesh), "shard:0-3"."""
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject):
             try:
@@ -148,5 +148,9 @@ def mesh_axis(arguments: Iterable[Any]) -> str:
             description = torch.distributed.distributed_c10d._resolve_process_group(argument).group_desc
         else:
             continue
-        return "world" if description in ("default_pg", "undefined", "") else description.removeprefix("mesh_")
+        return (
+            "world"
+            if description in ("default_pg", "undefined", "")
+            else description.removeprefix("mesh_").partition(":")[0]
+        )
     raise ValueError("a collective without a process group among its arguments: counting.mesh_axis must learn its form")

@@ -11,6 +11,7 @@ from cases.case import Case
 
 PACKAGES = {
     "attention": "gem_attention.api",
+    "comm": "gem_comm.api",
     "data": "gem_data.api",
     "datasets": "gem_datasets",
     "embeddings": "gem_embeddings.api",

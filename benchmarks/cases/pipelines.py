@@ -8,10 +8,6 @@ reference (attention, tables) on the same batches.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,6 +17,7 @@ from typing import Any
 from cases.case import Case
 from cases.counting import count_tensors, python_calls
 from cases.process_group import ensure_world_of_one
+from cases.ranks import run_ranks
 
 BATCH = 64
 UNIFORM_LENGTH = 6
@@ -155,7 +152,7 @@ def useful_flops(inputs: StepInputs) -> dict[str, int]:
 
 
 WORKER = """
-import json, sys
+import json
 from datetime import timedelta
 from cases.counting import TensorCounter
 from cases import pipelines
@@ -173,39 +170,8 @@ runtime.close()
 
 def run_two_ranks(memory: dict[str, Any]) -> dict[str, Any]:
     """Three steps on two gloo processes over the halves of the batch; keeps losses and rank 0's counts of the third."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [start_rank(rank, folder) for rank in range(2)]
-        outputs = [process.communicate(timeout=120) for process in processes]
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    memory |= json.loads(outputs[0][0].splitlines()[-1])
+    memory |= run_ranks(WORKER, 2)[0]
     return memory
-
-
-def start_rank(rank: int, folder: str) -> subprocess.Popen[str]:
-    """One rank; the two find each other through a file."""
-    environment = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port(folder)),
-    }
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-W", "ignore", "-c", WORKER], env=environment, text=True, **pipes)
-
-
-def free_port(folder: str) -> int:
-    """A port free a moment ago, the same for all ranks of a run."""
-    import socket
-
-    path = Path(folder) / "port"
-    if not path.exists():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            path.write_text(str(probe.getsockname()[1]))
-    return int(path.read_text())
 
 
 def check_two_ranks(memory: dict[str, Any], result: dict[str, Any]) -> None:

@@ -1,0 +1,5 @@
+"""asv benchmarks of the cases "comm.*"."""
+
+from suites import fill
+
+fill(globals(), "comm")
