@@ -56,6 +56,9 @@ class StreamConfig:
     """Tokens that "hsp" compresses its seeds to; fewer than seeds."""
     kron_terms: int = 2
     """Terms of SumKronLinear."""
+    target_read: bool = False
+    """One more token: an unnormalised sum over the events, weighted by their match with the candidate. It keeps how
+    much of the past matches, which the norms of blocks and summaries take away. Needs a candidate."""
     recent_tokens: int = 2
     """Latest events that an "interformer" summary contains as they are."""
     weight_tokens: int = 4
@@ -156,6 +159,8 @@ class ModelConfig:
     """Layers; each has sequence blocks, cross modules and an interaction."""
     dense_tokens: int = 2
     """Tokens made of all dense features together."""
+    dense_hidden: tuple[int, ...] = ()
+    """Hidden layers of the MLP that makes them; none: a linear map."""
     stream: StreamConfig = field(default_factory=StreamConfig)
     """Every stream that `streams` does not name."""
     streams: dict[str, StreamConfig] = field(default_factory=dict)

@@ -22,12 +22,14 @@ from gem_attention.interface import AttentionSpec
 from gem_data.interface import Schema
 from torch import Tensor
 
+from gem_pipelines.model.common import mlp_flops
 from gem_pipelines.model.config import ModelConfig
 from gem_pipelines.model.dhen import dhen_flops
 from gem_pipelines.model.heads import heads_flops
 from gem_pipelines.model.hstu import hstu_spec
 from gem_pipelines.model.kunlun import pffn_spec, pooling_spec, self_attention_spec
 from gem_pipelines.model.plan import ModelPlan, StreamPlan, plan_model
+from gem_pipelines.model.target_read import read_spec
 from gem_pipelines.model.wukong import experts_flops, wukong_flops
 
 PARTS = ("sequence", "cross", "interaction", "heads")
@@ -62,10 +64,12 @@ class _Tally:
         self.forward[part] += flops
         self.backward[part] += flops if of_data else 2 * flops
 
-    def attention(self, part: str, spec: AttentionSpec, stream: _Stream) -> None:
-        """One call over the stream's rows; rows of equal length are counted together."""
+    def attention(self, part: str, spec: AttentionSpec, stream: _Stream, *, queries: int | None = None) -> None:
+        """One call over the stream's rows; rows of equal length are counted together. queries: of each row, where they
+        are not the row's tokens but look at them.
+        """
         for length, rows in stream.rows_of_length.items():
-            forward, backward = _attention_of_row(spec, stream.plan, length)
+            forward, backward = _attention_of_row(spec, stream.plan, length, queries)
             self.forward[part] += rows * forward
             self.backward[part] += rows * backward
 
@@ -82,13 +86,14 @@ class _Stream:
 
 
 @lru_cache(maxsize=100_000)
-def _attention_of_row(spec: AttentionSpec, plan: StreamPlan, length: int) -> tuple[int, int]:
+def _attention_of_row(spec: AttentionSpec, plan: StreamPlan, length: int, queries: int | None) -> tuple[int, int]:
     """Forward and backward FLOPs of one row of `length` tokens."""
     own = plan.config
+    looks_at_weights = spec.query == "cross" and queries is None
     count = count_attention(
         spec,
-        q_lengths=[own.seeds if spec.query == "broadcast" else length],
-        k_lengths=[own.weight_tokens if spec.query == "cross" else length],
+        q_lengths=[queries or (own.seeds if spec.query == "broadcast" else length)],
+        k_lengths=[own.weight_tokens if looks_at_weights else length],
         num_targets=[plan.targets] if spec.mask.targets else None,
         num_context=[plan.context] if spec.mask.context else None,
         heads=own.heads,
@@ -138,13 +143,23 @@ def _stream(plan: StreamPlan, lengths: Sequence[int] | Tensor) -> _Stream:
 
 def _count_tokens(tally: _Tally, plan: ModelPlan, config: ModelConfig, streams: list[_Stream], rows: int) -> None:
     tally.add("interaction", 2 * rows * len(plan.features) * config.table_dim * config.dim)
-    tally.add("interaction", 2 * rows * plan.dense * config.dense_tokens * config.dim, of_data=True)
+    widths = (plan.dense, *config.dense_hidden, config.dense_tokens * config.dim)
+    tally.add("interaction", mlp_flops(widths[:2], rows), of_data=True)
+    tally.add("interaction", mlp_flops(widths[1:], rows))
     for stream in streams:
         own = stream.plan
         vectors = stream.events + own.targets * rows
         tally.add("sequence", 2 * vectors * len(own.fields) * config.table_dim * own.config.dim)
         tally.add("sequence", 2 * stream.events * (own.action_bits + 2) * own.config.dim, of_data=True)
         _count_feature_summary(tally, plan.tokens_in[0], own.context, own, config, rows)
+        if own.read_tokens:
+            _count_read(tally, config, stream)
+
+
+def _count_read(tally: _Tally, config: ModelConfig, stream: _Stream) -> None:
+    dim = stream.plan.config.dim
+    tally.add("cross", 2 * (stream.rows * dim * (dim + config.dim) + stream.tokens * 3 * dim * dim))
+    tally.attention("cross", read_spec(stream.plan), stream, queries=1)
 
 
 def _count_feature_summary(

@@ -7,7 +7,8 @@ One layer, in the order of Kunlun (both arches read the layer's input, so neithe
     X'      = Interaction([X | H_1 | H_2 ...])
     S_s'    = Block(S_s, X_sum_s)
 
-and after the last layer the heads read [X | H of the last sequences], as InterFormer's output does.
+and after the last layer the heads read [X | H of the last sequences], as InterFormer's output does. Where a stream has
+a target read, its token stands beside H throughout.
 
 Letters: B rows, N tokens, D width of the features, T packed tokens of a stream.
 """
@@ -26,6 +27,7 @@ from gem_pipelines.model.inputs import ModelInput
 from gem_pipelines.model.interformer import FeatureSummary, InterFormerBlock, InterFormerSummary
 from gem_pipelines.model.kunlun import GdpaPffn, HspSummary, SelfAttention
 from gem_pipelines.model.plan import ModelPlan, StreamPlan
+from gem_pipelines.model.target_read import TargetRead
 from gem_pipelines.model.tokens import EventTokens, FeatureTokens, Packed, pack
 from gem_pipelines.model.wukong import Wukong, WukongExperts
 
@@ -83,9 +85,14 @@ class Layer(nn.Module):
         self.interaction = make_interaction(tokens_in + plan.summary_tokens, config)
 
     def forward(
-        self, x_BND: Tensor, tokens: dict[str, Tensor], cached: dict[str, Tensor], packed: dict[str, Packed]
+        self,
+        x_BND: Tensor,
+        tokens: dict[str, Tensor],
+        cached: dict[str, Tensor],
+        packed: dict[str, Packed],
+        reads: list[Tensor],
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """(X, stream -> tokens, stream -> summary) before -> the same after."""
+        """(X, stream -> tokens, stream -> summary) before -> the same after. reads: what candidates found."""
         summaries = dict(cached)
         for name, summary in self.summaries.items():
             summaries[name] = summary(tokens[name], packed[name])
@@ -93,8 +100,8 @@ class Layer(nn.Module):
         for name, block in self.sequence.items():
             weights_BWD = self.weights[name](x_BND) if name in self.weights else None
             after[name] = block(tokens[name], packed[name], weights_BWD)
-        x_BND = self.interaction(torch.cat([x_BND, *(summaries[stream.name] for stream in self.streams)], dim=1))
-        return x_BND, after, summaries
+        seen = [x_BND, *(summaries[stream.name] for stream in self.streams), *reads]
+        return self.interaction(torch.cat(seen, dim=1)), after, summaries
 
 
 class GemModel(nn.Module):
@@ -112,6 +119,7 @@ class GemModel(nn.Module):
                 if stream.context
             }
         )
+        self.reads = nn.ModuleDict({s.name: TargetRead(s, config) for s in plan.streams if s.read_tokens})
         self.layers = nn.ModuleList(Layer(index, plan, config) for index in range(config.layers))
         self.last_summaries = nn.ModuleDict(
             {stream.name: Summary(stream, config) for stream in plan.streams if stream.pools_last(config.layers)}
@@ -129,12 +137,13 @@ class GemModel(nn.Module):
         for name, start in self.starts.items():
             context_BCD = self.contexts[name](x_BND) if name in self.contexts else None
             tokens[name] = start(inputs, context_BCD, packed[name])
+        reads = [read(tokens[name], packed[name]) for name, read in self.reads.items()]
         summaries: dict[str, Tensor] = {}
         for layer in self.layers:
-            x_BND, tokens, summaries = layer(x_BND, tokens, summaries, packed)
+            x_BND, tokens, summaries = layer(x_BND, tokens, summaries, packed, reads)
         for name, summary in self.last_summaries.items():
             summaries[name] = summary(tokens[name], packed[name])
-        last_BND = torch.cat([x_BND, *(summaries[stream.name] for stream in self.plan.streams)], dim=1)
+        last_BND = torch.cat([x_BND, *(summaries[stream.name] for stream in self.plan.streams), *reads], dim=1)
         return self.heads(last_BND.flatten(1))
 
     def parts(self) -> dict[str, list[nn.Module]]:
@@ -143,7 +152,7 @@ class GemModel(nn.Module):
         cross = [module for layer in layers for group in (layer.weights, layer.summaries) for module in group.values()]
         return {
             "sequence": [*self.starts.values(), *(block for layer in layers for block in layer.sequence.values())],
-            "cross": [*self.contexts.values(), *cross, *self.last_summaries.values()],
+            "cross": [*self.contexts.values(), *self.reads.values(), *cross, *self.last_summaries.values()],
             "interaction": [self.features, *(layer.interaction for layer in layers)],
             "heads": [self.heads],
         }

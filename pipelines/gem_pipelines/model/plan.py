@@ -51,6 +51,11 @@ class StreamPlan:
         return self.context + self.config.seeds + self.config.recent_tokens + self.targets
 
     @property
+    def read_tokens(self) -> int:
+        """1 where the candidate reads the stream by itself (target_read.py)."""
+        return int(self.config.target_read and self.targets > 0)
+
+    @property
     def divisor(self) -> float:
         """What scores or sums over events are divided by: a constant of the run."""
         return self.config.score_divisor or float(self.max_length + self.extra)
@@ -79,8 +84,8 @@ class ModelPlan:
 
     @property
     def summary_tokens(self) -> int:
-        """Summary tokens of all streams."""
-        return sum(stream.summary_tokens for stream in self.streams)
+        """Tokens that the interaction sees of all streams."""
+        return sum(stream.summary_tokens + stream.read_tokens for stream in self.streams)
 
 
 def plan_model(schema: Schema, config: ModelConfig) -> ModelPlan:

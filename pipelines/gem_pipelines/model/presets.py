@@ -39,12 +39,15 @@ def ml100k_cpu() -> ModelConfig:
 
 
 def synthetic_cpu() -> ModelConfig:
-    """For the generated data on two CPU cores: HSTU blocks, three streams, two tasks."""
+    """For the generated data on two CPU cores: HSTU blocks, three streams, two tasks. How much of the past matches
+    the candidate is planted there, so the candidate reads every stream by itself.
+    """
     return ModelConfig(
         table_dim=32,
         dim=32,
         layers=2,
-        stream=StreamConfig(dim=32, heads=2, blocks=("hstu", "hstu")),
+        dense_hidden=(32,),
+        stream=StreamConfig(dim=32, heads=2, blocks=("hstu", "hstu"), target_read=True),
         interaction=InteractionConfig(fm_tokens=4, linear_tokens=4, rank=8, hidden=(64,)),
         heads=HeadsConfig(shared=(64,), hidden=(32,)),
     )

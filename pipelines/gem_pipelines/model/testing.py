@@ -64,6 +64,7 @@ def stream_config(**changes: Any) -> StreamConfig:
 KINDS = {
     "hstu": make_config(),
     "hstu_cls_window": make_config(stream=stream_config(cls_tokens=2, window=3)),
+    "target_read": make_config(stream=stream_config(target_read=True), dense_hidden=(5, 4)),
     "kunlun": make_config(
         stream=stream_config(blocks=("pffn", "window"), summary="hsp", window=2),
         interaction=InteractionConfig(kind="experts", fm_tokens=2, linear_tokens=2, rank=3, hidden=(5,)),

@@ -18,7 +18,7 @@ from gem_attention.interface import Layout, RotarySpec
 from gem_attention.rotary import apply_rotary, rotary_angles
 from torch import Tensor, nn
 
-from gem_pipelines.model.common import linear
+from gem_pipelines.model.common import Mlp, linear
 from gem_pipelines.model.config import ModelConfig
 from gem_pipelines.model.inputs import ModelInput, StreamInput
 from gem_pipelines.model.plan import ModelPlan, StreamPlan
@@ -187,7 +187,8 @@ class FeatureTokens(nn.Module):
         self.weight_FED = nn.Parameter(torch.empty(count, config.table_dim, config.dim))
         for weight_ED in self.weight_FED:
             nn.init.xavier_uniform_(weight_ED)
-        self.dense = linear(plan.dense, config.dense_tokens * config.dim, bias=config.bias) if plan.dense else None
+        widths = (plan.dense, *config.dense_hidden, config.dense_tokens * config.dim)
+        self.dense = Mlp(widths, bias=config.bias) if plan.dense else None
 
     def forward(self, inputs: ModelInput) -> Tensor:
         tokens = []

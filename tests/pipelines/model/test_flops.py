@@ -38,6 +38,9 @@ def unmasked(**changes):
 
 CONFIGS = {
     "wukong": unmasked(),
+    "target_read": make_config(
+        stream=stream_config(blocks=("interformer", "pffn"), target_read=True), dense_hidden=(5, 4)
+    ),
     "dhen": unmasked(interaction=InteractionConfig(kind="dhen", members=tuple(MEMBERS), rank=3)),
     "experts": unmasked(interaction=InteractionConfig(kind="experts", rank=3)),
     "hsp": make_config(stream=stream_config(blocks=("pffn", "interformer"), summary="hsp")),
@@ -71,7 +74,8 @@ def _attention_forward(config, lengths):
         tokens = length + own.cls_tokens + (name == "clicks")
         pairs = {"interformer": tokens * own.weight_tokens + tokens**2, "pffn": tokens * own.weight_tokens}
         pooled = 3 * own.seeds * tokens  # in layers 0 and 1, and before the heads
-        total += 4 * own.dim * len(lengths[name]) * (sum(pairs[kind] for kind in own.blocks) + pooled)
+        read = tokens if own.target_read and name == "clicks" else 0
+        total += 4 * own.dim * len(lengths[name]) * (sum(pairs[kind] for kind in own.blocks) + pooled + read)
     return total
 
 
