@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "train a model, or go on with a run (--resume)",
     "data": "prepare, inspect or verify a data set",
     "config": "show the config of a recipe or of a run",
+    "plan": "choose and explain a mesh for a cluster",
     "ckpt": "inspect or verify a checkpoint",
     "report": "write the report of a run",
     "doctor": "say what this machine can run, and why not the rest",

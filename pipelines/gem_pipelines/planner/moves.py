@@ -11,10 +11,11 @@ Over table_replica: plain copies, all_reduce of weights and momentum every `sync
 all_gather of weights and momentum before the lookup (and once more before the update when the copy is released in
 between) and reduce_scatter after it (hidden behind the dense part).
 
-Dense and expert bytes are those of each rank, exact for the rank named; those of tables are means over the ranks,
-since which rank owns which table decides them. Bytes are what is sent, as gem_comm counts (traffic.py); so equal to
-counted bytes wherever a run is counted. Left out: loss, metrics, gradient norm and row counts, some hundred bytes a
-step.
+Dense and expert bytes are those of each rank, exact for the rank named. Those of tables are means over the ranks, since
+which rank owns which table decides them; tables are taken as whole, or cut by rows without pooling (pooled tables cut
+by rows move table_shard times as many vectors). Bytes are what is sent, as gem_comm counts (traffic.py), so they equal
+counted bytes wherever a run is counted. Left out: loss, metrics, gradient norm and exchanged counts, some hundred bytes
+a step.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ def draw_plan(plan: Plan, path: Path) -> Path:
     """Write an SVG or PNG, by the file's suffix."""
     if path.suffix not in (".svg", ".png"):
         raise ConfigError(f"--picture {path}: expected a name that ends in .svg or .png")
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 8), layout="constrained")
@@ -28,7 +29,8 @@ def draw_plan(plan: Plan, path: Path) -> Path:
     above, below = figure.subfigures(2, 1, height_ratios=[1.2, 1])
     _ranks(plan, above)
     _bars(plan, below.subplots())
-    figure.savefig(path)
+    with rc_context({"svg.fonttype": "none"}):  # text as text: it can be searched, and the file is small
+        figure.savefig(path)
     return path
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 import torch
 import torch.distributed as dist
-from gem_comm.api import Traffic, build_meshes, layout, make_collectives, observe_traffic, read_topology
+from gem_comm.api import Traffic, build_meshes, layout, make_collectives, observe_traffic, read_topology, wrap
 from gem_comm.differentiable import all_gather_rows, reduce_scatter_rows
 from gem_comm.interface import MeshSpec
+from gem_embeddings.api import build_tables
+from gem_embeddings.interface import RowWiseAdagrad, TableSpec
 from gem_pipelines.model.build import build_model
 from gem_pipelines.model.config import InteractionConfig
 from gem_pipelines.model.testing import make_config, make_inputs, make_schema
@@ -18,6 +19,7 @@ from gem_pipelines.planner.recipe import _interaction_sizes
 from gem_pipelines.planner.workload import TableLoad, Workload, dense_units, experts_of, owned_experts, units_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 ROWS = 3
 TABLES = (TableLoad(name="a", rows=12, dim=4, ids=2.0, vectors=2.0),)
@@ -95,8 +97,6 @@ def check(rank: int, spec: MeshSpec) -> None:
 def copies(spec: MeshSpec, comm, work: Workload) -> None:
     """Gathering slices and scattering updates, or averaging: weights and momentum of this rank's part."""
     counted = Traffic()
-    from gem_comm.api import wrap
-
     comm = wrap(comm, traffic=counted)
     part = int(table_bytes(work)) // spec.table_shard
     whole = torch.zeros(part // 4)
@@ -110,11 +110,55 @@ def copies(spec: MeshSpec, comm, work: Workload) -> None:
     assert counted.by_axis()["table_replica"] == planned, f"{spec}: {counted.by_axis()} != {planned}"
 
 
+def lookups(world: int) -> None:
+    """TorchRec's exchange of ids, vectors and gradients, table-wise: over all ranks as much as planned.
+
+    Beside it TorchRec exchanges three counts with each peer and collection, which plans leave out.
+    """
+    rows, lengths = 4, {"a": 1, "s.a": 3, "b": 1, "t": 2, "u": 2}
+    specs = [
+        TableSpec(name="a", rows=20, dim=8, features=("a", "s.a")),
+        TableSpec(name="b", rows=20, dim=8, features=("b",)),
+        TableSpec(name="t", rows=20, dim=8, features=("t",), pooling="mean"),
+        TableSpec(name="u", rows=20, dim=8, features=("u",), pooling="sum"),
+    ]
+    tables = build_tables(specs, optimizer=RowWiseAdagrad(), seed=0, process_group=dist.group.WORLD, impl="torchrec")
+    ids = KeyedJaggedTensor(
+        keys=list(lengths),
+        values=torch.arange(rows * sum(lengths.values())) % 20,
+        lengths=torch.tensor(list(lengths.values())).repeat_interleave(rows),
+    )
+    spec = MeshSpec(shard=world, table_shard=world)
+    built = build_meshes(layout(spec, read_topology("laptop")), device="cpu")
+    with observe_traffic(built.process_groups, Traffic(), order=("table_shard",)) as traffic:
+        sum(vectors.sum() for vectors in tables(ids).values()).backward()
+    counted = torch.tensor([traffic.sent["table_shard", "all_to_all"] - 2 * 3 * 8 * (world - 1)])
+    dist.all_reduce(counted)
+    loads = tuple(
+        TableLoad(
+            name=s.name,
+            rows=s.rows,
+            dim=s.dim,
+            ids=sum(lengths[f] for f in s.features),
+            vectors=sum(1 if s.pooling != "none" else lengths[f] for f in s.features),
+            features=len(s.features),
+        )
+        for s in specs
+    )
+    work = Workload(
+        name="t", units=(), tables=loads, batch=rows, forward_flops=1, backward_flops=1, flops_spread=0,
+        activation_bytes=1,
+    )  # fmt: skip
+    planned = world * sum(m.sent for m in moves_of(work, spec) if m.axis == "table_shard")
+    assert int(counted) == planned, f"counted {int(counted)}, planned {planned}"
+
+
 def main(rank: int, world: int, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     for spec in specs(world):
-        check(rank, dataclasses.replace(spec))
+        check(rank, spec)
+    lookups(world)
     dist.destroy_process_group()
 
 
