@@ -45,7 +45,7 @@ def main(wheel: Path) -> None:
         pip("--no-deps", *(name + pinned[name] for name in ALONE if name in pinned))
         pip(f"gemline[torchrec,triton] @ file://{wheel.resolve()}", "-c", str(constraints))
         stamp.write_text(wanted)
-    pip("--no-deps", "--no-index", "--force-reinstall", str(wheel))
+    pip("--no-deps", "--no-index", "--no-compile", "--force-reinstall", str(wheel))
 
 
 if __name__ == "__main__":

@@ -56,13 +56,15 @@ def counters(arguments: argparse.Namespace) -> int:
 
 def times(arguments: argparse.Namespace) -> int:
     """Compare the times of two commits on this machine."""
-    from gate_times import compare_commits, newest_recorded_ancestor, warn_about_uncommitted
+    from gate_times import compare_commits, estimates, newest_recorded_ancestor, warn_about_uncommitted
 
     repo = Path(arguments.repo).resolve()
     base = arguments.base or os.environ.get("GATE_BASE") or newest_recorded_ancestor(repo)
     warn_about_uncommitted(repo)
-    base_times, head_times = compare_commits(repo, base, arguments.head, cases=arguments.cases, rounds=arguments.rounds)
-    moves = compare(base_times, head_times, read_limits(LIMITS).of_time)
+    base_samples, head_samples = compare_commits(
+        repo, base, arguments.head, cases=arguments.cases, rounds=arguments.rounds
+    )
+    moves = compare(estimates(base_samples), estimates(head_samples), read_limits(LIMITS).of_time)
     return report(moves, unit="seconds", verbose=True)
 
 
@@ -113,8 +115,8 @@ def main(given: list[str] | None = None) -> int:
     two.add_argument("--rounds", type=int, help="interleaved rounds (default: as in benchmarks/suites)")
     three = commands.add_parser("noise")
     three.add_argument("--cases", default=".*", help="regular expression of case names")
-    three.add_argument("--runs", type=int, default=5, help="comparisons of equal commits")
-    three.add_argument("--rounds", type=int, help="interleaved rounds (default: as in benchmarks/suites)")
+    three.add_argument("--runs", type=int, default=3, help="comparisons of equal commits")
+    three.add_argument("--rounds", type=int, default=4, help="interleaved rounds; as many as the gate takes")
     four = commands.add_parser("record")
     four.add_argument("--counters-only", action="store_true")
     five = commands.add_parser("publish")

@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -148,11 +147,6 @@ def samples_of(results: Path, commit: str) -> dict[str, list[float]]:
             if name.endswith(".time_cpu") and samples and samples[0]:
                 found[name.removesuffix(".time_cpu")] = samples[0]
     return found
-
-
-def estimate(samples: Sequence[float]) -> float:
-    """One number for many samples of a time: the median."""
-    return statistics.median(samples)
 
 
 def merge(source: Path, target: Path = RESULTS) -> list[Path]:

@@ -59,7 +59,7 @@ def read_limits(path: Path) -> Limits:
 
 
 def ratio_from_noise(ratios: Sequence[float]) -> tuple[float, str]:
-    """(limit, reason) from the ratios that comparisons of equal commits gave.
+    """(limit, reason) from the ratios that comparisons of equal code gave.
 
     The limit is 1 + the larger of SPREADS standard deviations of log(ratio) around 0 and 1.25 times the largest
     departure seen, and never below SMALLEST_TIME_RATIO. Five deviations: a gate of 30 cases run 20 times makes 600
@@ -73,15 +73,16 @@ def ratio_from_noise(ratios: Sequence[float]) -> tuple[float, str]:
     largest = max(abs(log) for log in logs)
     limit = max(math.exp(max(SPREADS * deviation, 1.25 * largest)), SMALLEST_TIME_RATIO)
     limit = math.ceil(limit * 1000) / 1000
-    reason = f"{len(ratios)} comparisons of equal commits: deviation {deviation:.2%}, largest {math.expm1(largest):.2%}"
+    reason = f"{len(ratios)} comparisons of equal code: deviation {deviation:.2%}, largest {math.expm1(largest):.2%}"
     return limit, reason
 
 
 def write_times(path: Path, noise: Mapping[str, Sequence[float]]) -> None:
-    """Replace the measured part of the file."""
-    head = path.read_text().partition(MARK)[0].rstrip()
-    lines = [head, "", MARK, ""]
-    for case, ratios in sorted(noise.items()):
-        limit, reason = ratio_from_noise(ratios)
+    """Replace the entries of these cases in the measured part of the file; other cases keep theirs."""
+    text = path.read_text()
+    entries = {case: (entry["ratio"], entry["reason"]) for case, entry in tomllib.loads(text).get("times", {}).items()}
+    entries |= {case: ratio_from_noise(ratios) for case, ratios in noise.items()}
+    lines = [text.partition(MARK)[0].rstrip(), "", MARK, ""]
+    for case, (limit, reason) in sorted(entries.items()):
         lines += [f'[times."{case}"]', f"ratio = {limit}", f'reason = "{reason}"', ""]
     path.write_text("\n".join(lines))

@@ -6,9 +6,12 @@ the working tree's benchmarks; the commits are installed one after the other int
 
 from __future__ import annotations
 
+import random
 import re
+import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from gate_asv import (
@@ -19,7 +22,6 @@ from gate_asv import (
     Workplace,
     asv,
     continuous,
-    estimate,
     git,
     merge,
     result_files,
@@ -27,7 +29,7 @@ from gate_asv import (
     write_machine,
 )
 
-Times = dict[str, float]
+Samples = dict[str, list[float]]
 
 
 def newest_recorded_ancestor(repo: Path) -> str:
@@ -48,31 +50,62 @@ def warn_about_uncommitted(repo: Path) -> None:
 
 def compare_commits(
     repo: Path, base: str, head: str, *, cases: str = ".*", rounds: int | None = None
-) -> tuple[Times, Times]:
-    """(case -> seconds at base, case -> seconds at head)."""
+) -> tuple[Samples, Samples]:
+    """(case -> samples in seconds at base, the same at head)."""
     base, head = (git("rev-parse", f"{name}^{{commit}}", repo=repo) for name in (base, head))
     if base == head:
         raise GateError(f"base and head are the same commit {base[:8]}")
     workplace = Workplace(repo=repo)
     continuous(workplace, base, head, cases=cases, rounds=rounds)
-    sides = [samples_of(workplace.results, commit) for commit in (base, head)]
-    if not any(sides):
+    base_samples, head_samples = (samples_of(workplace.results, commit) for commit in (base, head))
+    if not base_samples and not head_samples:
         raise GateError(f"asv measured nothing for cases {cases!r}")
-    base_times, head_times = ({case: estimate(samples) for case, samples in side.items()} for side in sides)
-    return base_times, head_times
+    return base_samples, head_samples
 
 
-def measure_noise(*, cases: str, runs: int, rounds: int | None) -> dict[str, list[float]]:
-    """Case -> ratios head / base of `runs` comparisons of HEAD with an empty commit on top of it."""
-    found: dict[str, list[float]] = {}
+def estimates(samples: Samples) -> dict[str, float]:
+    """One number per case: the median of all its samples."""
+    return {case: statistics.median(values) for case, values in samples.items()}
+
+
+def measure_noise(*, cases: str, runs: int, rounds: int) -> dict[str, list[float]]:
+    """Case -> ratios that comparisons of equal commits give.
+
+    HEAD is compared `runs` times with an empty commit on top of it. What asv measured in one round, in one process, is
+    a block of samples; all blocks are of equal code. Besides the ratios seen, many more comparisons are put together
+    from these blocks, `rounds` a side, which shows the spread of a gate run without running hundreds.
+    """
+    seen: dict[str, list[float]] = {}
+    blocks: dict[str, list[Sequence[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         clone = clone_with_empty_commit(Path(folder) / "clone")
         for number in range(1, runs + 1):
             print(f"gate: comparison {number} of {runs}", file=sys.stderr, flush=True)
             base, head = compare_commits(clone, "HEAD~1", "HEAD", cases=cases, rounds=rounds)
             for case in base.keys() & head.keys():
-                found.setdefault(case, []).append(head[case] / base[case])
-    return found
+                seen.setdefault(case, []).append(statistics.median(head[case]) / statistics.median(base[case]))
+                for side in (base, head):
+                    blocks.setdefault(case, []).extend(cut(side[case], rounds))
+    return {case: ratios + put_together(blocks[case], rounds) for case, ratios in seen.items()}
+
+
+def cut(samples: Sequence[float], count: int) -> list[Sequence[float]]:
+    """Samples in `count` blocks of equal length, in order."""
+    length = len(samples) // count
+    if length * count != len(samples):
+        raise GateError(f"{len(samples)} samples are not {count} rounds of equal length")
+    return [samples[i * length : (i + 1) * length] for i in range(count)]
+
+
+def put_together(blocks: Sequence[Sequence[float]], rounds: int, *, count: int = 200) -> list[float]:
+    """Ratios of `count` comparisons of disjoint halves of `rounds` blocks each, drawn with a fixed seed."""
+    draw = random.Random(0)
+    ratios = []
+    for _ in range(count):
+        chosen = draw.sample(range(len(blocks)), 2 * rounds)
+        sides = [[x for i in part for x in blocks[i]] for part in (chosen[:rounds], chosen[rounds:])]
+        ratios.append(statistics.median(sides[1]) / statistics.median(sides[0]))
+    return ratios
 
 
 def clone_with_empty_commit(target: Path) -> Path:

@@ -31,6 +31,7 @@ class Case:
     check    raises AssertionError unless the result is right; called before any figure is taken
     count    exact figures of one call, (inputs, run) -> {"ops": 12, ...}; larger is worse
     formula  further exact figures that follow from the inputs, such as FLOPs of real lengths
+    repeat   calls timed in a process; the gate takes several processes
     timed    False where a time says nothing (a cross-compiled kernel)
     version  raise it when the case measures something else than before: old results are then not compared
     """
@@ -41,6 +42,7 @@ class Case:
     check: Callable[[Any, Any], None]
     count: Callable[[Any, Callable[[Any], Any]], dict[str, int]]
     formula: Callable[[Any], dict[str, int]] | None = None
+    repeat: int = 30
     timed: bool = True
     version: int = 1
 

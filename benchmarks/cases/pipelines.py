@@ -273,6 +273,7 @@ STEPS = tuple(
         check=check_step,
         count=count_tensors,
         formula=useful_flops,
+        repeat=10,
     )
     for shape in ("ragged", "uniform")
 )

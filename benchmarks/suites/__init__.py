@@ -31,7 +31,6 @@ class Timed:
     _case: Case
 
     rounds = ROUNDS
-    repeat = (6, 60, 0.8)
     warmup_time = 0.05
     number = 1
     timeout = 120
@@ -69,7 +68,7 @@ def timed_class(case: Case, name: str, module: str) -> type:
         self.run_case()
 
     method = named(time_cpu, "time_cpu", f"{case.name}.time_cpu", f"yardstick {case.version}")
-    return type(name, (Timed,), {"_case": case, "time_cpu": method, "__module__": module})
+    return type(name, (Timed,), {"_case": case, "repeat": case.repeat, "time_cpu": method, "__module__": module})
 
 
 def counters_class(case: Case, name: str, module: str, counters: dict[str, int]) -> type:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+from gate_asv import GateError
 from gate_compare import compare, failed, judge, summary, table
 from gate_limits import MARK, SMALLEST_TIME_RATIO, ratio_from_noise, read_limits, write_times
+from gate_times import cut, put_together
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,9 @@ def test_limits_file(tmp_path):
     path = tmp_path / "limits.toml"
     path.write_text(
         "[default]\ncounters = 1.02\ntimes = 1.3\n\n"
-        '[counters."a.b/ops"]\nratio = 1.1\nreason = "depends on the processor"\n\n' + MARK + "\n\nold = 1\n"
+        '[counters."a.b/ops"]\nratio = 1.1\nreason = "depends on the processor"\n\n'
+        + MARK
+        + '\n\n[times."a.d"]\nratio = 1.11\nreason = "before"\n'
     )
     write_times(path, {"a.b": [1.0, 1.01, 0.99], "a.c": [1.2, 0.9]})
     limits = read_limits(path)
@@ -68,8 +72,19 @@ def test_limits_file(tmp_path):
     assert limits.of_counter("a.b/bytes") == 1.02
     assert limits.of_time("a.b") == pytest.approx(ratio_from_noise([1.0, 1.01, 0.99])[0])
     assert limits.of_time("a.c") > 1.2 * 1.2
-    assert limits.of_time("a.d") == 1.3
-    assert "old" not in path.read_text()
+    assert limits.of_time("a.d") == 1.11  # kept
+    assert limits.of_time("a.e") == 1.3
+
+
+def test_rounds_of_equal_code_are_put_together():
+    """Four quiet rounds and four slow ones: what a comparison of two and two can show, never a sample on both sides."""
+    blocks = [[1.0, 1.0, 1.0]] * 4 + [[2.0, 2.0, 2.0]] * 4
+    ratios = put_together(blocks, 2, count=300)
+    assert set(ratios) == {0.5, 2 / 3, 0.75, 1.0, 4 / 3, 1.5, 2.0}
+    assert ratios == put_together(blocks, 2, count=300)
+    assert cut([1, 2, 3, 4], 2) == [[1, 2], [3, 4]]
+    with pytest.raises(GateError, match="3 samples"):
+        cut([1, 2, 3], 2)
 
 
 def test_a_limit_needs_a_reason(tmp_path):
