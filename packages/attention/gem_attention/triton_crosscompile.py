@@ -77,6 +77,7 @@ class CrossCompiler:
     def __init__(self, capability: int) -> None:
         self.capability = capability
         self.kernels: list[Any] = []
+        self.functions: list[Any] = []
 
     def __enter__(self) -> CrossCompiler:
         self._run = triton.runtime.JITFunction.run
@@ -85,7 +86,9 @@ class CrossCompiler:
 
         def record(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             del warmup
-            function.device_caches.clear()
+            if function not in compiler.functions:  # what was compiled for another target must not be found
+                compiler.functions.append(function)
+                function.device_caches.clear()
             kernel = run(function, *args, grid=grid, warmup=True, **options)
             compiler.kernels.append(kernel)
             return kernel
@@ -99,6 +102,8 @@ class CrossCompiler:
     ) -> None:
         triton.runtime.JITFunction.run = self._run  # type: ignore[method-assign]
         driver._active = self._active
+        for function in self.functions:
+            function.device_caches.clear()
 
     @property
     def reports(self) -> list[Report]:

@@ -1,0 +1,47 @@
+"""The shipped suite on a GPU, for the Triton and the Gluon kernels."""
+
+from functools import partial
+
+import pytest
+import torch
+from gem_attention import api
+from gem_attention.testing import Quirks, conformance
+
+pytestmark = pytest.mark.gpu
+
+
+def _biased(case):
+    return "in a suite of its own" if case.spec.bias is not None else None
+
+
+def _unbiased(case):
+    return None if case.spec.bias is not None else "in a suite of its own"
+
+
+TRITON = Quirks(dtypes=(torch.bfloat16, torch.float16), device="cuda", refuses=_biased)
+# gradients of bias tables are summed with atomics
+TRITON_BIAS = Quirks(dtypes=(torch.bfloat16, torch.float16), device="cuda", refuses=_unbiased, deterministic=False)
+
+
+def _gluon_refuses(case):
+    spec = case.spec
+    if spec.activation == "softmax" or spec.bias is not None or spec.divisor == "per_token":
+        return "pointwise activations, no bias, a constant divisor"
+    if spec.query == "broadcast" or case.kv_index is not None:
+        return "no broadcast queries, no shared rows of keys"
+    return "strided rows of a fused projection" if case.strided else None
+
+
+GLUON = Quirks(dtypes=(torch.bfloat16,), device="cuda", head_dims=(128,), refuses=_gluon_refuses)
+
+
+@pytest.mark.parametrize("check", conformance(TRITON) + conformance(TRITON_BIAS), ids=str)
+def test_triton_conforms(check):
+    check(partial(api.attention, impl="triton"))
+
+
+@pytest.mark.parametrize("check", conformance(GLUON), ids=str)
+def test_gluon_conforms(check):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Gluon kernels are for compute capability 9.0")
+    check(partial(api.attention, impl="gluon"))
