@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from gem_embeddings.interface import RowWiseAdagrad, Tables, TableSpec
-from gem_embeddings.validation import check_optimizer, check_specs
+from gem_embeddings.interface import Policy, Replicas, RowWiseAdagrad, Tables, TableSpec
+from gem_embeddings.policies import check_policies
+from gem_embeddings.validation import check_optimizer, check_replicas, check_specs
 
 Impl = Literal["torchrec", "reference"]
 Sharding = Literal["table_wise", "row_wise"]
@@ -23,6 +24,8 @@ def build_tables(
     device: Any = "cpu",
     impl: Impl = "torchrec",
     sharding: Mapping[str, Sharding] | None = None,
+    replicas: Replicas | None = None,
+    policies: Mapping[str, Policy] | None = None,
 ) -> Tables:
     """All tables of `specs`, initialised from `seed` and the tables' names, with the optimizer fused into backward.
 
@@ -32,8 +35,11 @@ def build_tables(
                    "reference": plain torch, every table whole on every rank.
     sharding       table name -> "table_wise" (default: whole on one rank) or "row_wise" (cut over all ranks). The
                    result does not depend on it; "reference" checks and ignores it.
+    replicas       copies of the tables: process_group then holds one copy, replicas.exchange joins the ranks that hold
+                   the same part in every copy. "reference" holds every table whole and takes none.
+    policies       feature -> "error" (default), "drop" or "hash": what happens to ids outside the table
 
-    Gradients: what a table's row receives is the sum over ranks divided by the world size W, as in
+    Gradients: what a table's row receives is the sum over ranks divided by the world size W (all copies' ranks), as in
     DistributedDataParallel. For the mean over a global batch of G rows, every rank's loss is
     W / G * sum over its own rows. A process that builds tables must run the same forwards and backwards as the others.
 
@@ -48,14 +54,28 @@ def build_tables(
             raise ValueError(f"sharding names table {name!r}; the tables are {sorted(names)}")
         if kind not in SHARDINGS:
             raise ValueError(f"sharding of table {name!r} must be one of {SHARDINGS}, got {kind!r}")
+    check_policies(specs, policies or {})
+    if replicas is not None:
+        check_replicas(replicas)
     if impl == "reference":
+        if replicas is not None:
+            raise ValueError('impl="reference" holds every table whole on each rank: give process_group, no replicas')
         from gem_embeddings.reference import ReferenceTables
 
-        return ReferenceTables(specs, optimizer=optimizer, seed=seed, process_group=process_group, device=device)
+        return ReferenceTables(
+            specs, optimizer=optimizer, seed=seed, process_group=process_group, device=device, policies=policies
+        )
     if impl == "torchrec":
         from gem_embeddings.torchrec_tables import TorchRecTables
 
         return TorchRecTables(
-            specs, optimizer=optimizer, seed=seed, process_group=process_group, device=device, sharding=sharding
+            specs,
+            optimizer=optimizer,
+            seed=seed,
+            process_group=process_group,
+            device=device,
+            sharding=sharding,
+            replicas=replicas,
+            policies=policies,
         )
     raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")

@@ -1,6 +1,7 @@
 """What gem_embeddings promises: embedding tables with the optimizer fused into backward. Nothing else is public.
 
 1.0  first version
+1.1  copies of the tables (`Replicas`, `Exchange`); what happens to ids outside their table (`Policy`), counted
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import Literal, Protocol
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-INTERFACE_VERSION = (1, 0)
+INTERFACE_VERSION = (1, 1)
 
 Pooling = Literal["none", "sum", "mean"]
+Policy = Literal["error", "drop", "hash"]
+Sync = Literal["gradients", "average"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +50,62 @@ class RowWiseAdagrad:
     eps: float = 1e-8
 
 
+class Exchange(Protocol):
+    """Collectives over the ranks that hold copies of the same part of the tables; whoever composes passes them in.
+
+    rank, size  this process's position among the copies, and their number
+    all_gather      (r, ...) -> (size * r, ...), in the order of ranks; integers and floats
+    reduce_scatter  (size * r, ...) -> (r, ...), the sum; floats
+    all_reduce      a new tensor of the same shape, the sum; floats
+    Sums must be the same bits on every rank that receives them.
+    """
+
+    rank: int
+    size: int
+
+    def all_gather(self, x: Tensor) -> Tensor: ...
+
+    def reduce_scatter(self, x: Tensor) -> Tensor: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Copies of all tables, and how they are kept equal. M = exchange.size copies, N ranks each.
+
+    sync     "gradients": all copies apply the same sum of gradients: the model of one process, whatever M is.
+             "average": every copy applies its own gradients; weights and optimizer state are averaged every `every`
+             backwards. Another model than that of one process, see gem_embeddings/averaged.py for what is equal.
+    every    backwards between two averages
+    fully_sharded   between steps each rank keeps 1 / M of the rows of its part; needs every == 1
+    moment_scaling  "average" only: divide the second moment by M, which is lr' = lr * sqrt(M), eps' = eps * sqrt(M)
+    """
+
+    exchange: Exchange
+    sync: Sync = "gradients"
+    every: int = 1
+    fully_sharded: bool = False
+    moment_scaling: bool = True
+
+
 class Tables(Protocol):
     """A module that holds all tables.
 
     __call__(ids) -> feature -> Tensor
         pooling "none":        (N, dim), N = ids of that feature in the batch, in row order
         pooling "sum", "mean": (B, dim); the mean of an empty bag is 0
-    backward() updates the tables in place; no dense gradient of a table exists.
+    backward() updates the tables in place; no dense gradient of a table exists. An id outside its table is treated by
+    its feature's policy: "error" raises before anything is looked up; "drop" gives no vector to a bag, and zeros in
+    place of a single vector; "hash" looks up another row, never row 0. With copies: one forward, one backward, in turn.
 
     table_state() -> table name -> {"weight": (rows, dim) float32, "momentum": (rows,) float32}, whole (unsharded),
         on CPU, on every rank that asks for it together (a collective).
     load_table_state(state)   the inverse; a missing or extra table, or another shape, is a ValueError listing all
         mismatches, and nothing is applied.
     set_learning_rate(lr)     for schedules.
+    policy_counts() -> feature -> {"ids": n, "outside": n}, of this rank since it was built, for features whose policy
+        is not "error".
     """
 
     def __call__(self, ids: KeyedJaggedTensor) -> dict[str, Tensor]: ...
@@ -69,3 +115,5 @@ class Tables(Protocol):
     def load_table_state(self, state: dict[str, dict[str, Tensor]]) -> None: ...
 
     def set_learning_rate(self, lr: float) -> None: ...
+
+    def policy_counts(self) -> dict[str, dict[str, int]]: ...

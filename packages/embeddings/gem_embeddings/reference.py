@@ -10,7 +10,7 @@ Shape letters: N ids of a feature, U distinct ids, D dim, B rows of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from gem_embeddings.initial import initial_rows
-from gem_embeddings.interface import RowWiseAdagrad, TableSpec
-from gem_embeddings.validation import check_ids, check_learning_rate, check_state
+from gem_embeddings.interface import Policy, RowWiseAdagrad, TableSpec
+from gem_embeddings.policies import IdPolicies
+from gem_embeddings.validation import check_learning_rate, check_state
 
 
 def rowwise_adagrad_(weight: Tensor, momentum: Tensor, ids: Tensor, grad: Tensor, *, lr: float, eps: float) -> None:
@@ -88,6 +89,7 @@ class ReferenceTables(nn.Module):
         device: Any = "cpu",
         dtype: torch.dtype = torch.float32,
         alone: bool = False,
+        policies: Mapping[str, Policy] | None = None,
     ) -> None:
         """`alone`: look at no process group, so that each process of a job can hold its own oracle."""
         super().__init__()
@@ -97,6 +99,7 @@ class ReferenceTables(nn.Module):
         if group is not None and dist.get_world_size(group) == 1:
             group = None
         self.specs = tuple(specs)
+        self._policies = IdPolicies(specs, policies)
         self.tables = nn.ModuleDict(
             {spec.name: _Table(spec, seed=seed, group=group, device=device, dtype=dtype) for spec in specs}
         )
@@ -106,7 +109,7 @@ class ReferenceTables(nn.Module):
 
     def forward(self, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
         """Feature -> (N, dim) or (B, dim); see the interface."""
-        check_ids(self.specs, ids)
+        ids, kept = self._policies.apply(ids)
         features = _split(ids)
         out: dict[str, Tensor] = {}
         for spec in self.specs:
@@ -115,7 +118,7 @@ class ReferenceTables(nn.Module):
             for feature, part_ND in zip(spec.features, rows_ND.split([v.numel() for v in values]), strict=True):
                 lengths_B = features[feature][1]
                 out[feature] = part_ND if spec.pooling == "none" else _pool(part_ND, lengths_B, spec.pooling)
-        return out
+        return self._policies.fill_in(out, kept)
 
     def table_state(self) -> dict[str, dict[str, Tensor]]:
         """Table name -> {"weight", "momentum"}, copies on CPU."""
@@ -130,6 +133,10 @@ class ReferenceTables(nn.Module):
         for name, entry in state.items():
             self.tables[name].weight.copy_(entry["weight"])
             self.tables[name].momentum.copy_(entry["momentum"])
+
+    def policy_counts(self) -> dict[str, dict[str, int]]:
+        """Feature -> {"ids", "outside"} where the policy is not "error"."""
+        return self._policies.counts()
 
     def set_learning_rate(self, lr: float) -> None:
         """Learning rate of every table from the next backward on."""

@@ -5,6 +5,7 @@ An implementation kept elsewhere proves itself with
     def factory(specs, optimizer, seed): return MyTables(...)
     run_conformance(factory, Quirks())                      # one process
     check_ranks(factory, Quirks(), rank, world_size)        # on every rank of an initialised process group
+    check_averages(factory, Quirks(), ...)                  # where copies are averaged
 
 Every check raises AssertionError with what differs. Training is compared with `ReferenceTables` in float64; allowed
 is three times the error of the same reference in float32 plus two roundings of the largest value, so no tolerance is
@@ -18,11 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from gem_embeddings.averaged import scaled_optimizer
 from gem_embeddings.initial import initial_rows
-from gem_embeddings.interface import RowWiseAdagrad, Tables, TableSpec
+from gem_embeddings.interface import Replicas, RowWiseAdagrad, Tables, TableSpec
 from gem_embeddings.reference import ReferenceTables
 
 Factory = Callable[[Sequence[TableSpec], RowWiseAdagrad, int], Tables]
@@ -49,6 +52,30 @@ class Quirks:
 
     device: str = "cpu"
     error_factor: float = 3.0
+
+
+class GroupExchange:
+    """An Exchange over a process group of torch.distributed, for tests."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape[0] * self.size, *x.shape[1:])
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(out, x.contiguous(), group=self.group)
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(out, x.contiguous(), group=self.group)
+        return out
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        out = x.clone()
+        dist.all_reduce(out, group=self.group)
+        return out
 
 
 def make_ids(rows: int, *, seed: int, keys: Sequence[str] = KEYS, empty: bool = False) -> KeyedJaggedTensor:
@@ -225,6 +252,51 @@ def check_ranks(factory: Factory, quirks: Quirks, rank: int, world_size: int) ->
     again = factory(SPECS, OPTIMIZER, SEED + 1)
     again.load_table_state(saved)
     _assert_same_state(saved, again.table_state(), "loading on several ranks")
+
+
+def check_averages(
+    factory: Factory, quirks: Quirks, replicas: Replicas, *, copy_ranks: Sequence[Sequence[int]], rank: int
+) -> None:
+    """Averaged copies equal their definition: one `ReferenceTables` a copy on that copy's rows, then the mean.
+
+    copy_ranks: the ranks of each copy, consecutive ones. Rows are dealt in rank order; the first rank has none once.
+    """
+    copies, world_size = len(copy_ranks), sum(map(len, copy_ranks))
+    tables = factory(SPECS, OPTIMIZER, SEED)
+    scaled = scaled_optimizer(OPTIMIZER, replicas)
+    oracles = [
+        [ReferenceTables(SPECS, optimizer=scaled, seed=SEED, dtype=dtype, alone=True) for _ in range(copies)]
+        for dtype in _DTYPES
+    ]
+    rows = 4 * world_size + 1
+    for step in range(2 * replicas.every + 1):
+        whole = make_ids(rows, seed=step)
+        start = 0 if step == 1 else 3
+        bounds = [0, *(start + 4 * i for i in range(world_size - 1)), rows]
+        own = part_of(whole, bounds[rank], bounds[rank + 1]).to(torch.device(quirks.device))
+        train_step(tables, own, first_row=bounds[rank], scale=world_size / rows)
+        for members in oracles:
+            for model, ranks in zip(members, copy_ranks, strict=True):
+                part = part_of(whole, bounds[ranks[0]], bounds[ranks[-1] + 1])
+                train_step(model, part, first_row=bounds[ranks[0]], scale=copies / rows)
+            if (step + 1) % replicas.every == 0:
+                _average(members)
+    # `table_state` averages what was not averaged yet, and counts moments in units of one process.
+    for members in oracles:
+        _average(members)
+    unit = (scaled.lr / OPTIMIZER.lr) ** 2
+    for members in oracles:
+        for table in members[0].tables.values():
+            table.momentum /= unit
+    _assert_close_to_oracle(tables, [members[0] for members in oracles], quirks)
+
+
+def _average(members: Sequence[ReferenceTables]) -> None:
+    for name in members[0].tables:
+        for key in ("weight", "momentum"):
+            mean = torch.stack([getattr(model.tables[name], key) for model in members]).mean(0)
+            for model in members:
+                getattr(model.tables[name], key).copy_(mean)
 
 
 CHECKS: tuple[Callable[[Factory, Quirks], None], ...] = (

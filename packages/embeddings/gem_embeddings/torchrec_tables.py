@@ -19,7 +19,7 @@ AdaGrad on the whole row. Cost of a `table_state`: one all-reduce of each whole 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from gem_embeddings.averaged import AveragedCopies, scaled_optimizer
+from gem_embeddings.copies import Copies, SingleCopy, SummedCopies
 from gem_embeddings.initial import initial_rows
-from gem_embeddings.interface import RowWiseAdagrad, TableSpec
-from gem_embeddings.validation import check_ids, check_learning_rate, check_state
+from gem_embeddings.interface import Policy, Replicas, RowWiseAdagrad, TableSpec
+from gem_embeddings.local_tables import LocalTable, find_local_tables
+from gem_embeddings.policies import IdPolicies
+from gem_embeddings.sliced import SlicedAverages, SlicedSums
+from gem_embeddings.validation import check_learning_rate, check_state
 
 
 class TorchRecTables(nn.Module):
@@ -44,6 +49,8 @@ class TorchRecTables(nn.Module):
         process_group: Any = None,
         device: Any = "cpu",
         sharding: Mapping[str, str],
+        replicas: Replicas | None = None,
+        policies: Mapping[str, Policy] | None = None,
     ) -> None:
         super().__init__()
         if not (dist.is_available() and dist.is_initialized()):
@@ -57,72 +64,74 @@ class TorchRecTables(nn.Module):
         self._equal_rows = dist.get_world_size(self.group) > 1 and any(
             spec.pooling != "none" and sharding.get(spec.name) == "row_wise" for spec in specs
         )
-        self._model = _distribute(_Collections(specs), specs, optimizer, self.group, self.device, sharding)
-        for spec in specs:
-            for part, start in self._local_parts("weight").get(spec.name, ()):
-                part.copy_(initial_rows(spec, seed=seed, start=start, stop=start + part.shape[0]))
+        self._policies = IdPolicies(specs, policies)
+        fused_adagrad = replicas is None or replicas.sync == "average"
+        fused = scaled_optimizer(optimizer, replicas) if fused_adagrad else None
+        self._model = _distribute(_Collections(specs), specs, fused, self.group, self.device, sharding)
+        by_name = {spec.name: spec for spec in specs}
+        local = find_local_tables(self._model)
+        for table in local:
+            stop = table.start + table.weight.shape[0]
+            table.weight.copy_(initial_rows(by_name[table.name], seed=seed, start=table.start, stop=stop))
+        self._copies = _make_copies(local, optimizer, replicas)
 
     def forward(self, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
         """Feature -> (N, dim) or (B, dim); see the interface."""
-        check_ids(self.specs, ids)
+        ids, kept = self._policies.apply(ids)
         rows = ids.stride()
         wanted = max(rows, 1)
         if self._equal_rows:
             most = torch.tensor([wanted], device=self.device)
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
             wanted = int(most)
+        self._copies.before_lookup()
         bags, sequences = self._model(_with_rows(ids, wanted))
         out: dict[str, Tensor] = {}
         if bags is not None:
             out.update({feature: vectors[:rows] for feature, vectors in bags.to_dict().items()})
+        for collection in sequences:
+            out.update({feature: jagged.values() for feature, jagged in collection.items()})
+        training = torch.is_grad_enabled()
+        self._copies.after_lookup(training=training)
+        if training:
+            out = self._copies.guard(out)
         for spec in self.specs:
             if spec.pooling == "mean":
                 out.update({feature: _divide_by_length(out[feature], ids, feature) for feature in spec.features})
-        for collection in sequences:
-            out.update({feature: jagged.values() for feature, jagged in collection.items()})
-        return out
+        return self._policies.fill_in(out, kept)
 
     def table_state(self) -> dict[str, dict[str, Tensor]]:
         """Table name -> {"weight", "momentum"}, whole, on CPU, on every rank. A collective: all ranks must call it."""
-        parts = {key: self._local_parts(key) for key in ("weight", "momentum")}
-        shapes = {"weight": lambda spec: (spec.rows, spec.dim), "momentum": lambda spec: (spec.rows,)}
+        weights: dict[str, list[tuple[Tensor, int]]] = {}
+        moments: dict[str, list[tuple[Tensor, int]]] = {}
+        for table, (weight, momentum) in zip(self._copies.tables, self._copies.state(), strict=True):
+            weights.setdefault(table.name, []).append((weight, table.start))
+            moments.setdefault(table.name, []).append((momentum, table.start))
         return {
-            spec.name: {key: self._gather(shapes[key](spec), parts[key].get(spec.name, ())) for key in parts}
+            spec.name: {
+                "weight": self._gather((spec.rows, spec.dim), weights.get(spec.name, ())),
+                "momentum": self._gather((spec.rows,), moments.get(spec.name, ())),
+            }
             for spec in self.specs
         }
 
     def load_table_state(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Inverse of `table_state`; ValueError and no change if anything does not fit. Each rank takes its shards."""
         check_state(self.specs, state)
-        for key in ("weight", "momentum"):
-            for name, parts in self._local_parts(key).items():
-                for part, start in parts:
-                    part.copy_(state[name][key][start : start + part.shape[0]])
+        parts = []
+        for table in self._copies.tables:
+            rows = slice(table.start, table.start + table.weight.shape[0])
+            parts.append((state[table.name]["weight"][rows], state[table.name]["momentum"][rows]))
+        self._copies.load(parts)
 
     def set_learning_rate(self, lr: float) -> None:
         """Learning rate of every table from the next forward on."""
         check_learning_rate(lr)
-        fused = self._model.fused_optimizer
-        for group in fused.param_groups:
-            group["lr"] = lr
-        fused.step()  # updates nothing but the learning rate inside FBGEMM
+        self._copies.set_learning_rate(lr)
 
-    def _local_parts(self, key: str) -> dict[str, list[tuple[Tensor, int]]]:
-        """Table name -> (tensor that shares memory with the table, its first row) of each shard on this rank."""
-        parts: dict[str, list[tuple[Tensor, int]]] = {}
-        for name, sharded in self._sharded(key):
-            for shard in sharded.local_shards():
-                parts.setdefault(name, []).append((shard.tensor.detach(), shard.metadata.shard_offsets[0]))
-        return parts
-
-    def _sharded(self, key: str) -> Iterator[tuple[str, Any]]:
-        if key == "weight":
-            for path, sharded in self._model.state_dict().items():
-                yield path.split(".")[-2], sharded
-        else:
-            for path, entries in self._model.fused_optimizer.state_dict()["state"].items():
-                name = path.split(".")[-2]
-                yield name, entries[f"{name}.momentum1"]
+    def policy_counts(self) -> dict[str, dict[str, int]]:
+        """Feature -> {"ids", "outside"} where the policy is not "error"; this rank's batches."""
+        return self._policies.counts()
 
     def _gather(self, shape: tuple[int, ...], parts: Sequence[tuple[Tensor, int]]) -> Tensor:
         whole = torch.zeros(shape, device=self.device)
@@ -173,10 +182,18 @@ def _table_arguments(spec: TableSpec) -> dict[str, Any]:
     }
 
 
+def _make_copies(tables: Sequence[LocalTable], optimizer: RowWiseAdagrad, replicas: Replicas | None) -> Copies:
+    if replicas is None:
+        return SingleCopy(tables, optimizer)
+    if replicas.fully_sharded:
+        return (SlicedSums if replicas.sync == "gradients" else SlicedAverages)(tables, optimizer, replicas)
+    return (SummedCopies if replicas.sync == "gradients" else AveragedCopies)(tables, optimizer, replicas)
+
+
 def _distribute(
     collections: _Collections,
     specs: Sequence[TableSpec],
-    optimizer: RowWiseAdagrad,
+    optimizer: RowWiseAdagrad | None,
     group: Any,
     device: torch.device,
     sharding: Mapping[str, str],
@@ -187,14 +204,17 @@ def _distribute(
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
-    from torchrec.distributed.types import ShardingEnv, ShardingPlan
+    from torchrec.distributed.types import ShardingPlan
 
     size = dist.get_world_size(group)
-    fused = {
-        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        "learning_rate": optimizer.lr,
-        "eps": optimizer.eps,
-    }
+    # Without an optimizer of its own FBGEMM only subtracts the summed gradient; see copies.py.
+    fused: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 1.0}
+    if optimizer is not None:
+        fused = {
+            "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            "learning_rate": optimizer.lr,
+            "eps": optimizer.eps,
+        }
     bag_sharder = EmbeddingBagCollectionSharder(fused_params=dict(fused))
     sequence_sharder = EmbeddingCollectionSharder(fused_params=dict(fused))
     rank_of = place_tables([spec for spec in specs if sharding.get(spec.name) != "row_wise"], size)
@@ -206,7 +226,7 @@ def _distribute(
             else row_wise(compute_kernel="fused")
             for spec in tables
         }
-        return construct_module_sharding_plan(
+        found = construct_module_sharding_plan(
             module,
             how,
             sharder=sharder,
@@ -214,6 +234,9 @@ def _distribute(
             world_size=size,
             device_type=device.type,
         )
+        if size < dist.get_world_size():
+            _name_global_ranks(found, group)
+        return found
 
     plan = {}
     if collections.bags is not None:
@@ -223,11 +246,32 @@ def _distribute(
         plan[f"sequences.{name}"] = plan_for(module, sequence_sharder, own)
     return DistributedModelParallel(
         collections,
-        env=ShardingEnv.from_process_group(group),
+        env=_environment(group),
         device=device,
         plan=ShardingPlan(plan),
         sharders=[bag_sharder, sequence_sharder],
     )
+
+
+def _environment(group: Any) -> Any:
+    """TorchRec's view of `group`. Its own constructor makes a mesh of ranks 0 to N - 1, which is wrong for a part of
+    the world and needed for none of what is used here.
+    """
+    from torchrec.distributed.types import ShardingEnv
+
+    if dist.get_world_size(group) == dist.get_world_size():
+        return ShardingEnv.from_process_group(group)
+    env = ShardingEnv.from_local(dist.get_world_size(group), dist.get_rank(group))
+    env.process_group = group
+    return env
+
+
+def _name_global_ranks(plan: Any, group: Any) -> None:
+    """Sharded tensors name the owner of a shard by its rank in the world, TorchRec's shardings by that in the group."""
+    for sharding in plan.values():
+        for shard in sharding.sharding_spec.shards:
+            owner = dist.get_global_rank(group, shard.placement.rank())
+            shard.placement = torch.distributed._remote_device(f"rank:{owner}/{shard.placement.device()}")
 
 
 def place_tables(specs: Sequence[TableSpec], ranks: int) -> dict[str, int]:

@@ -6,15 +6,16 @@ The check is one pass over the ids and, on a GPU, one wait for the device; it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from gem_embeddings.interface import RowWiseAdagrad, TableSpec
+from gem_embeddings.interface import Replicas, RowWiseAdagrad, TableSpec
 
 POOLINGS = ("none", "sum", "mean")
+SYNCS = ("gradients", "average")
 STATE_KEYS = ("weight", "momentum")
 
 
@@ -61,8 +62,25 @@ def check_learning_rate(lr: float) -> None:
         raise ValueError(f"learning rate must be finite and >= 0, got {lr}")
 
 
-def check_ids(specs: Sequence[TableSpec], ids: KeyedJaggedTensor) -> None:
+def check_replicas(replicas: Replicas) -> None:
+    """Raise ValueError for an unknown way of keeping copies equal, or one that cannot be."""
+    if replicas.sync not in SYNCS:
+        raise ValueError(f"replicas.sync must be one of {SYNCS}, got {replicas.sync!r}")
+    if replicas.exchange.size < 1 or not 0 <= replicas.exchange.rank < replicas.exchange.size:
+        raise ValueError(f"replicas.exchange says rank {replicas.exchange.rank} of {replicas.exchange.size}")
+    if replicas.every < 1:
+        raise ValueError(f"replicas.every must be >= 1, got {replicas.every}")
+    if replicas.every > 1 and (replicas.sync == "gradients" or replicas.fully_sharded):
+        raise ValueError(
+            f"replicas.every is {replicas.every}: gradients, and fully sharded copies, are exchanged at every step; "
+            "use every=1, or sync='average' with whole copies"
+        )
+
+
+def check_ids(specs: Sequence[TableSpec], ids: KeyedJaggedTensor, *, allow: Collection[str] = ()) -> None:
     """Raise ValueError if a feature is missing or an id lies outside its table; nothing has been looked up by then.
+
+    allow: features whose ids may lie anywhere.
 
     Example: table item with 13 rows, feature s.item with rows [5, 6] and [13]: the error names feature "s.item",
     table "item", id 13 and row 1 of this rank's batch.
@@ -75,7 +93,7 @@ def check_ids(specs: Sequence[TableSpec], ids: KeyedJaggedTensor) -> None:
         raise ValueError("weighted ids are not supported: build the KeyedJaggedTensor without weights")
     if ids.values().dtype not in (torch.int64, torch.int32):
         raise ValueError(f"ids must be int64 or int32, got {ids.values().dtype}")
-    limits = {feature: spec.rows for spec in specs for feature in spec.features}
+    limits = {feature: spec.rows for spec in specs for feature in spec.features if feature not in allow}
     no_limit = torch.iinfo(ids.values().dtype).max
     limit_of_key = torch.tensor([limits.get(key, no_limit) for key in keys], device=ids.values().device)
     per_key = torch.tensor(ids.length_per_key(), device=ids.values().device)
