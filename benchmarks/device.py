@@ -13,6 +13,7 @@ Everything is asked of NVML, through nvidia-ml-py; nothing is changed on the dev
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from types import ModuleType, TracebackType
@@ -143,3 +144,26 @@ class EnergyMeter:
     def joules_per_sample(self, samples: int) -> float | None:
         """Energy of one of `samples` samples, J."""
         return None if self.joules is None else self.joules / samples
+
+
+def joules_per_call(
+    function: Callable[[], object],
+    *,
+    wait: Callable[[], object],
+    at_least_s: float = 1.0,
+    index: int = 0,
+    nvml: Any = None,
+) -> tuple[float | None, str | None]:
+    """(energy of one call in J, why there is none).
+
+    Calls in groups of 10, `wait` (torch.cuda.synchronize) after each group, until `at_least_s` have passed: cards renew
+    their energy counter about ten times a second, so a short loop would read 0.
+    """
+    calls, start = 0, time.perf_counter()
+    with EnergyMeter(index, nvml=nvml) as meter:
+        while time.perf_counter() - start < at_least_s:
+            for _ in range(10):
+                function()
+            wait()
+            calls += 10
+    return meter.joules_per_sample(calls), meter.unavailable

@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from device import EnergyMeter, describe_device
+from device import describe_device, joules_per_call
 from record import Measurement, write_measurements
 from timing import device_milliseconds
 
@@ -36,10 +36,7 @@ def measure_ceilings() -> tuple[dict[str, float], list[Measurement]]:
     if error > 2 * torch.finfo(torch.bfloat16).eps * exact.abs().max().item():
         raise ValueError(f"the matrix product is wrong by {error}")
     product = device_milliseconds(lambda: torch.matmul(a, b, out=out), repeat=REPEAT)
-    with EnergyMeter(0) as meter:
-        for _ in range(REPEAT):
-            torch.matmul(a, b, out=out)
-        torch.cuda.synchronize()
+    joules, why_not = joules_per_call(lambda: torch.matmul(a, b, out=out), wait=torch.cuda.synchronize)
     source = torch.randint(0, 255, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     target.copy_(source)
@@ -51,8 +48,9 @@ def measure_ceilings() -> tuple[dict[str, float], list[Measurement]]:
         Measurement(case="ceilings.bf16_matmul_8192", unit="ms", samples=tuple(product), facts={"flops": flops}),
         Measurement(case="ceilings.copy_2gib", unit="ms", samples=tuple(copy), facts={"bytes": moved}),
     ]
-    joules = meter.joules_per_sample(REPEAT)
-    if joules:
+    if joules is None:
+        print(f"no energy: {why_not}")
+    else:
         found.append(Measurement(case="ceilings.bf16_matmul_8192", unit="J", samples=(joules,)))
     ceilings = {
         "bf16_matmul_flop_per_s": flops / statistics.median(product) * 1e3,

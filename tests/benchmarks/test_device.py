@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from device import DeviceRecord, EnergyMeter, describe_device
+from device import DeviceRecord, EnergyMeter, describe_device, joules_per_call
 
 
 class FakeNvml:
@@ -96,6 +96,23 @@ def test_energy_per_sample():
         card.energy_mj += 84_000
     assert meter.joules == 84.0
     assert meter.joules_per_sample(4000) == pytest.approx(0.021)
+
+
+def test_energy_of_a_call_is_taken_over_many():
+    """A counter that is renewed only when the device is waited for, as by a loop that is long enough."""
+    card, calls, waits = FakeNvml(), [], []
+
+    def wait():
+        waits.append(len(calls))
+        card.energy_mj = 1_000_000 + 1500 * len(calls)
+
+    joules, why_not = joules_per_call(lambda: calls.append(1), wait=wait, at_least_s=0.01, nvml=card)
+    assert joules == pytest.approx(1.5)
+    assert why_not is None
+    assert waits[0] == 10
+    assert waits[-1] == len(calls)
+    refused = FakeNvml("nvmlDeviceGetTotalEnergyConsumption")
+    assert joules_per_call(lambda: None, wait=lambda: None, at_least_s=0.0, nvml=refused)[0] is None
 
 
 def test_a_card_without_an_energy_counter():
