@@ -1,6 +1,7 @@
-"""What gem_attention promises: one attention call over jagged sequences. Nothing else is public.
+"""What gem_attention promises: one attention call over jagged sequences, and the parts of a block around it.
 
 1.0  first version
+1.1  the block around attention: ProjectionSpec, GateSpec, HstuSpec, RecomputeSpec (calls: `block_api`)
 
 The family (softmax JFA, HSTU, GDPA, seed pooling, block attention) is one formula. For sample b, head h, query row i
 and key column j, with kv head g = h // (H / Hkv) and f the activation applied to each score on its own:
@@ -26,14 +27,17 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from gem_attention.block_validation import check_gate_spec, check_hstu_spec, check_projection_spec
 from gem_attention.validation import check_bias_spec, check_mask_spec, check_rotary_spec, check_spec, check_time_buckets
 
-INTERFACE_VERSION = (1, 0)
+INTERFACE_VERSION = (1, 1)
 
 Activation = Literal["softmax", "silu", "gelu", "gelu_tanh", "gelu_poly", "relu", "relu2", "identity"]
 QueryKind = Literal["self", "cross", "broadcast", "tail"]
 Semantics = Literal["meta", "nvidia"]
 Impl = Literal["reference", "eager", "triton", "gluon", "auto"]
+NormKind = Literal["layer", "rms"]
+BlockImpl = Literal["reference", "eager", "triton"]
 
 
 class CannotRunError(ValueError):
@@ -199,6 +203,108 @@ class RotarySpec:
 
     def __post_init__(self) -> None:
         check_rotary_spec(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectionSpec:
+    """The projection in front of attention: output_i = turn_i(act_i(norm(x) @ weight_i^T)), norm without weights.
+
+    widths    of the outputs, in the order of the weight's rows: weight is (sum(widths), D)
+    silu      which outputs (by index) go through SiLU
+    turned    which outputs are turned by `rotary`, head by head of head_dim columns, after SiLU
+    norm, eps as in norms.normalize
+
+    Example: u, v, q, k of 4 heads of 32 out of D = 128, u activated, q and k turned:
+        ProjectionSpec(widths=(128,) * 4, silu=(0,), turned=(2, 3), rotary=RotarySpec(pairing="halves"), head_dim=32)
+    """
+
+    widths: tuple[int, ...]
+    silu: tuple[int, ...] = ()
+    turned: tuple[int, ...] = ()
+    rotary: RotarySpec | None = None
+    head_dim: int = 0
+    norm: NormKind = "layer"
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        check_projection_spec(self)
+        object.__setattr__(self, "_text", json.dumps(asdict(self), sort_keys=True))
+
+    def to_text(self) -> str:
+        """This spec as JSON with sorted keys."""
+        text: str = self._text  # type: ignore[attr-defined]
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateSpec:
+    """What follows attention: act(u) * norm(attention), over all heads of a token or over each (per_head)."""
+
+    activation: Literal["none", "silu", "sigmoid"] = "none"
+    norm: NormKind = "layer"
+    per_head: bool = False
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        check_gate_spec(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HstuSpec:
+    """An HSTU block (arXiv 2402.17152) of width dim: heads of qk_dim (q, k) and v_dim (v; u is heads * v_dim wide).
+
+    activated  "u": only u goes through SiLU (public ranking code); "all": u, v, q and k do (research code)
+    """
+
+    dim: int
+    heads: int
+    qk_dim: int
+    v_dim: int
+    activated: Literal["u", "all"] = "u"
+    rotary: RotarySpec | None = None
+    norm: NormKind = "layer"
+    eps: float = 1e-5
+    per_head: bool = False
+
+    def __post_init__(self) -> None:
+        check_hstu_spec(self)
+
+    @property
+    def projection(self) -> ProjectionSpec:
+        """x to u, v, q, k. With "u" the activation is left to the gate, which then needs no second copy of u."""
+        v, qk = self.heads * self.v_dim, self.heads * self.qk_dim
+        return ProjectionSpec(
+            widths=(v, v, qk, qk),
+            silu=(0, 1, 2, 3) if self.activated == "all" else (),
+            turned=(2, 3) if self.rotary is not None else (),
+            rotary=self.rotary,
+            head_dim=self.qk_dim,
+            norm=self.norm,
+            eps=self.eps,
+        )
+
+    @property
+    def gate(self) -> GateSpec:
+        """What is between attention and the output projection."""
+        activation: Literal["none", "silu"] = "silu" if self.activated == "u" else "none"
+        return GateSpec(activation=activation, norm=self.norm, per_head=self.per_head, eps=self.eps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeSpec:
+    """What may not be kept for the backward, which then rebuilds it. Results and gradients stay the same bits.
+
+    normed_x        norm(x). The Triton path never forms it, so there the flag changes nothing
+    preactivations  what a SiLU inside the projection acted on: costs that part of the projection again
+    gated           act(u) * norm(attention), the input of the output projection: one more write in a pass made anyway
+    projected       u, v, q, k themselves: costs the whole projection again
+    `block_counting.saved_bytes_per_token` says what each is worth.
+    """
+
+    normed_x: bool = False
+    preactivations: bool = False
+    gated: bool = False
+    projected: bool = False
 
 
 class Attention(Protocol):
