@@ -72,13 +72,17 @@ def test_fifty_lengths_compile_a_handful_of_kernels():
     assert len(distinct) <= 4
 
 
-# measured with Triton 3.6 and 3.7.1: what the fastest choice of tiles spills; nothing may grow
-ALLOWED_SPILLS = {("dkv", "hstu"): 40, ("dkv", "softmax"): 60, ("short", "gdpa"): 30}
+# Everything else spills nothing. These are the fastest choices of tiles on an H200 all the same (their spill-free
+# alternatives take 2 to 19 % more time where measured, see benchmarks/gpu/NOTES-attention.md); counts of Triton 3.6
+# and 3.7.1, the larger one, which nothing may exceed.
+ALLOWED_SPILLS = {("dkv", "hstu"): 76, ("dkv", "softmax"): 67, ("forward", "window"): 8, ("short", "gdpa"): 16}
+
+
+TUNED = [(kernel, name) for name in SPECS for kernel in ("forward", "dq", "dkv")] + [("short", "gdpa")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
+@pytest.mark.parametrize(("kernel", "name"), TUNED)
 def test_tuned_kernels_do_not_spill(kernel, name):
     with CrossCompiler(90) as compiler:
         launch(kernel, SPECS[name])

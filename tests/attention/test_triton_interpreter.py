@@ -74,7 +74,8 @@ def _tile_checks():
         rows = listed((9, 0, 5), 4, paired=True)
         # three tiles and an empty partner of sample 0, then two of sample 2
         assert [(r[0], r[1]) for r in rows[:3]] == [(0, 8), (0, 0), (0, 4)], rows
-        assert rows[3][0] == -1 and [(r[0], r[1]) for r in rows[4:6]] == [(2, 4), (2, 0)], rows
+        assert rows[3][0] == -1, rows
+        assert [(r[0], r[1]) for r in rows[4:6]] == [(2, 4), (2, 0)], rows
         assert all(r[0] == -1 for r in rows[6:]), rows
 
     def by_prefix_sum():

@@ -212,7 +212,7 @@ def _dkv_sample(dk_ND, dv_NE, k_ND, v_NE, at, n0, head, q, do, lse, delta, strid
     if C.rules:
         early, lo, mid, top, hi = row_range(n0, tl.minimum(n0 + C.block_n, at.k_length), rules, C)
         lo = lo - early  # rows 0..early and lo..mid and top..hi, joined
-        for t in tl.range(lo, hi - (top - mid), C.block_m, num_stages=1):
+        for t in tl.range(lo, hi - (top - mid), C.block_m, num_stages=C.stages):
             m0 = tl.where(t < lo + early, t - lo, tl.where(t < mid, t, t + (top - mid)))
             dk_ND, dv_NE = _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, column_N, head, at, q, do, lse, delta, strides,
                                      rules, batch, numbers, tables, True, C)  # fmt: skip

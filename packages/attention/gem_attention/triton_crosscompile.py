@@ -162,7 +162,7 @@ def _instructions(sass: str) -> list[tuple[int, str, int | None]]:
 def _hot_spills(code: list[tuple[int, str, int | None]]) -> int:
     """Local-memory instructions in innermost loops (of backward branches) that hold matrix instructions."""
     loops = {(target, at) for at, _, target in code if target is not None and target <= at}
-    inside = {loop: [op.split(".")[0] for at, op, _ in code if loop[0] <= at <= loop[1]] for loop in loops}
-    matrix = [loop for loop in loops if any(op in _MATRIX for op in inside[loop])]
+    inside = {loop: [(at, op.split(".")[0]) for at, op, _ in code if loop[0] <= at <= loop[1]] for loop in loops}
+    matrix = [loop for loop in loops if any(op in _MATRIX for _, op in inside[loop])]
     inner = [a for a in matrix if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in matrix)]
-    return sum(op in ("LDL", "STL") for loop in inner for op in inside[loop])
+    return len({at for loop in inner for at, op in inside[loop] if op in ("LDL", "STL")})
