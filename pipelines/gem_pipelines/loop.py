@@ -1,7 +1,8 @@
-"""The loop of a job: read -> step -> mark as trained -> record -> evaluate -> checkpoint, to the last step.
+"""The loop of a job: read -> step -> mark as trained -> record -> checkpoint -> evaluate, to the last step.
 
-Evaluation comes before the checkpoint of the same step: a kill between the two repeats the evaluation, instead of
-losing it. All ranks walk through the same calls; rank 0 alone prints and writes.
+The checkpoint comes before the evaluation of the same step, so that a failing evaluation loses nothing; a resumed run
+that finds none for its step makes up for it first. All ranks walk through the same calls; rank 0 alone prints and
+writes.
 """
 
 from __future__ import annotations
@@ -83,12 +84,12 @@ class Job:
         self._write(self._start_record(peak, resumed_from, survey))
         self.display.start(first)
         try:
+            if resumed_from is not None and self._misses_evaluation():
+                self._evaluate()
             steps = self._steps()
             while self.trainer.position.step < self.total_steps:
                 self._one_step(steps, peak)
-                self._evaluate_and_save()
-            if self.trainer.position.step == first:  # resumed after its last step: nothing was trained or evaluated
-                self._evaluate()
+                self._save_and_evaluate()
             end = self._end_record(time.perf_counter() - started)
             self._write(end)
         finally:
@@ -159,13 +160,25 @@ class Job:
         left = (self.total_steps - record["step"]) * self.throughput.seconds_per_step()
         self.display.show(record, seconds_left=left)
 
-    def _evaluate_and_save(self) -> None:
+    def _save_and_evaluate(self) -> None:
+        """The checkpoint comes first: what was trained must outlive an evaluation that fails."""
         train, step = self.config.train, self.trainer.position.step
-        last = step == self.total_steps
-        if last or (train.eval_every and step % train.eval_every == 0):
-            self._evaluate()
-        if last or (train.checkpoint_every and step % train.checkpoint_every == 0):
+        if step == self.total_steps or (train.checkpoint_every and step % train.checkpoint_every == 0):
             checkpoint.save(self.directory.checkpoints, self.trainer, self.loader, keep=train.keep_checkpoints)
+        if self._evaluation_is_due():
+            self._evaluate()
+
+    def _evaluation_is_due(self) -> bool:
+        every, step = self.config.train.eval_every, self.trainer.position.step
+        return step == self.total_steps or bool(every and step % every == 0)
+
+    def _misses_evaluation(self) -> bool:
+        """Whether a resumed run stopped between the checkpoint of its step and the evaluation; the last step of a
+        finished run is evaluated once more, for the outcome.
+        """
+        step = self.trainer.position.step
+        done = self.runtime.from_main(str(int(self.directory.has_evaluation(step)) if self.runtime.is_main else 0))
+        return step > 0 and self._evaluation_is_due() and (done == "0" or step == self.total_steps)
 
     def _evaluate(self) -> None:
         started = time.perf_counter()

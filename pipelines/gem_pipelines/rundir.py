@@ -89,6 +89,12 @@ class RunDirectory:
         assert isinstance(config, RunConfig)
         return config
 
+    def has_evaluation(self, step: int) -> bool:
+        """Whether metrics.jsonl holds an evaluation of `step`."""
+        if not self.metrics_file.exists():
+            return False
+        return any(r.get("kind") == "eval" and r.get("step") == step for r in read_records(self.metrics_file))
+
     def forget_after(self, step: int) -> None:
         """Drop the records of steps after `step`, and a last line that a kill cut: they are written again."""
         if not self.metrics_file.exists():
