@@ -57,8 +57,8 @@ class StreamConfig:
     kron_terms: int = 2
     """Terms of SumKronLinear."""
     target_read: bool = False
-    """One more token: an unnormalised sum over the events, weighted by their match with the candidate. It keeps how
-    much of the past matches, which the norms of blocks and summaries take away. Needs a candidate."""
+    """One more token: unnormalised sums over the events, weighted by how alike their ids are to the candidate's. It
+    keeps how much of the past matches, which the norms of blocks and summaries take away. Needs a candidate."""
     recent_tokens: int = 2
     """Latest events that an "interformer" summary contains as they are."""
     weight_tokens: int = 4

@@ -64,12 +64,10 @@ class _Tally:
         self.forward[part] += flops
         self.backward[part] += flops if of_data else 2 * flops
 
-    def attention(self, part: str, spec: AttentionSpec, stream: _Stream, *, queries: int | None = None) -> None:
-        """One call over the stream's rows; rows of equal length are counted together. queries: of each row, where they
-        are not the row's tokens but look at them.
-        """
+    def attention(self, part: str, spec: AttentionSpec, stream: _Stream) -> None:
+        """One call over the stream's rows; rows of equal length are counted together."""
         for length, rows in stream.rows_of_length.items():
-            forward, backward = _attention_of_row(spec, stream.plan, length, queries)
+            forward, backward = _attention_of_row(spec, stream.plan, length)
             self.forward[part] += rows * forward
             self.backward[part] += rows * backward
 
@@ -86,19 +84,26 @@ class _Stream:
 
 
 @lru_cache(maxsize=100_000)
-def _attention_of_row(spec: AttentionSpec, plan: StreamPlan, length: int, queries: int | None) -> tuple[int, int]:
+def _attention_of_row(spec: AttentionSpec, plan: StreamPlan, length: int) -> tuple[int, int]:
     """Forward and backward FLOPs of one row of `length` tokens."""
     own = plan.config
-    looks_at_weights = spec.query == "cross" and queries is None
     count = count_attention(
         spec,
-        q_lengths=[queries or (own.seeds if spec.query == "broadcast" else length)],
-        k_lengths=[own.weight_tokens if looks_at_weights else length],
+        q_lengths=[own.seeds if spec.query == "broadcast" else length],
+        k_lengths=[own.weight_tokens if spec.query == "cross" else length],
         num_targets=[plan.targets] if spec.mask.targets else None,
         num_context=[plan.context] if spec.mask.context else None,
         heads=own.heads,
         qk_dim=own.dim // own.heads,
     )
+    return count.forward_flops, count.backward_flops
+
+
+@lru_cache(maxsize=100_000)
+def _read_of_row(plan: StreamPlan, width: int, events: int) -> tuple[int, int]:
+    """Forward and backward FLOPs of one row's target read."""
+    spec, heads = read_spec(plan, width), len(plan.matched)
+    count = count_attention(spec, q_lengths=[1], k_lengths=[events], heads=heads, qk_dim=width)
     return count.forward_flops, count.backward_flops
 
 
@@ -157,9 +162,14 @@ def _count_tokens(tally: _Tally, plan: ModelPlan, config: ModelConfig, streams: 
 
 
 def _count_read(tally: _Tally, config: ModelConfig, stream: _Stream) -> None:
-    dim = stream.plan.config.dim
-    tally.add("cross", 2 * (stream.rows * dim * (dim + config.dim) + stream.tokens * 3 * dim * dim))
-    tally.attention("cross", read_spec(stream.plan), stream, queries=1)
+    dim, width, fields = stream.plan.config.dim, config.table_dim, len(stream.plan.matched)
+    match = stream.events * fields * width * width
+    value = stream.events * dim * (dim + fields * width)
+    tally.add("cross", 2 * (match + value + stream.rows * fields * width * config.dim))
+    for length, rows in stream.rows_of_length.items():
+        forward, backward = _read_of_row(stream.plan, width, length - stream.plan.extra)
+        tally.forward["cross"] += rows * forward
+        tally.backward["cross"] += rows * backward
 
 
 def _count_feature_summary(

@@ -137,7 +137,7 @@ class GemModel(nn.Module):
         for name, start in self.starts.items():
             context_BCD = self.contexts[name](x_BND) if name in self.contexts else None
             tokens[name] = start(inputs, context_BCD, packed[name])
-        reads = [read(tokens[name], packed[name]) for name, read in self.reads.items()]
+        reads = [read(inputs, tokens[name], packed[name]) for name, read in self.reads.items()]
         summaries: dict[str, Tensor] = {}
         for layer in self.layers:
             x_BND, tokens, summaries = layer(x_BND, tokens, summaries, packed, reads)

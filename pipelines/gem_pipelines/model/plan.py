@@ -51,6 +51,12 @@ class StreamPlan:
         return self.context + self.config.seeds + self.config.recent_tokens + self.targets
 
     @property
+    def matched(self) -> tuple[tuple[str, str], ...]:
+        """(field of the events, scalar of the candidate) of every table that both use."""
+        pairs = zip(self.fields, self.candidate, strict=True)
+        return tuple((field, scalar) for field, scalar in pairs if scalar is not None)
+
+    @property
     def read_tokens(self) -> int:
         """1 where the candidate reads the stream by itself (target_read.py)."""
         return int(self.config.target_read and self.targets > 0)

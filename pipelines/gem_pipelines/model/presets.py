@@ -44,6 +44,7 @@ def synthetic_cpu() -> ModelConfig:
     """
     return ModelConfig(
         table_dim=32,
+        table_init_std=0.1,
         dim=32,
         layers=2,
         dense_hidden=(32,),

@@ -1,62 +1,72 @@
-"""What the candidate finds in a stream: one unnormalised sum over the events, weighted by their match with it.
+"""What the candidate finds in a stream: unnormalised sums over the events, weighted by how alike the ids are.
 
-    o = 1 / sqrt(S) * sum_j silu(alpha <q, k_j>) v_j       q from the candidate's token, k_j and v_j = MLP(token_j)
-    token = f(o)                                            from the first tokens, alpha = head dim ** -0.5
+    o_f = 1 / sqrt(S) * sum_j silu(<norm(c_f), W_f norm(e_jf)> / sqrt(E)) v_jf        for every field f that both have
+    token = g([o_1 | o_2 ...])
+
+e_jf is event j's embedding of field f, c_f the candidate's from the same table, W_f starts as the identity: from the
+first step on, an event of the candidate's own topic weighs about sqrt(E), an unrelated one about 0, however small the
+tables' start values. v_j = MLP(token j), so that what an action counts can depend on its age.
 
 The sequence blocks normalise what they read, and the summaries once more, so how MUCH of the past matches is lost on
-that way: this token keeps it. It is pointwise attention (GDPA) with the candidate as its only query, so it costs one
-row of scores per sample. v is an MLP, so that what an action counts can depend on its age. The divisor is a constant
-of the run: the square root, since matches among unrelated events add up like a random walk.
-Letters: B rows, T packed tokens, D width of the stream, H heads, K head dim.
+that way: this token keeps it. It is pointwise attention (GDPA) with one query a row and a head a field. The divisor is
+a constant of the run: the square root of the longest length, since matches among unrelated events add up like a random
+walk.
+Letters: B rows, N events, F fields known of the candidate, E table width, D width of the stream.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from gem_attention.api import attention, make_layout
 from gem_attention.interface import AttentionSpec
 from torch import Tensor, nn
 
-from gem_pipelines.model.common import Mlp, linear
+from gem_pipelines.model.common import NORM_EPS, Mlp, linear
 from gem_pipelines.model.config import ModelConfig
+from gem_pipelines.model.inputs import ModelInput
 from gem_pipelines.model.plan import StreamPlan
 from gem_pipelines.model.tokens import Packed
 
 
-def read_spec(plan: StreamPlan) -> AttentionSpec:
+def read_spec(plan: StreamPlan, table_dim: int) -> AttentionSpec:
     """What the read means."""
-    scale = (plan.config.dim // plan.config.heads) ** -0.5
-    return AttentionSpec(activation="silu", scale=scale, divisor=plan.divisor**0.5, query="cross")
+    return AttentionSpec(activation="silu", scale=table_dim**-0.5, divisor=plan.divisor**0.5, query="cross")
 
 
 class TargetRead(nn.Module):
-    """The stream's first tokens (T, D) -> (B, 1, width of the features)."""
+    """Embeddings of events and candidate, the stream's first tokens (T, D) -> (B, 1, width of the features)."""
 
     def __init__(self, plan: StreamPlan, config: ModelConfig) -> None:
         super().__init__()
-        self.heads = plan.config.heads
-        self.spec = read_spec(plan)
+        self.name = plan.name
+        self.pairs = plan.matched
+        self.spec = read_spec(plan, config.table_dim)
         self.impl = config.attention
-        dim = plan.config.dim
-        self.query = linear(dim, dim, bias=config.bias)
-        self.key = linear(dim, dim, bias=config.bias)
-        self.value = Mlp((dim, dim, dim), bias=config.bias)
-        self.out = linear(dim, config.dim, bias=config.bias)
+        fields, width = len(self.pairs), config.table_dim
+        self.match_FEE = nn.Parameter(torch.eye(width).repeat(fields, 1, 1))
+        self.value = Mlp((plan.config.dim, plan.config.dim, fields * width), bias=config.bias)
+        self.out = linear(fields * width, config.dim, bias=config.bias)
 
-    def forward(self, x_TD: Tensor, packed: Packed) -> Tensor:
-        rows = packed.offsets.shape[0] - 1
+    def forward(self, inputs: ModelInput, x_TD: Tensor, packed: Packed) -> Tensor:
+        stream = inputs.streams[self.name]
+        q_FBE = self._normed(inputs, [scalar for _, scalar in self.pairs])
+        k_FNE = torch.bmm(self._normed(inputs, [field for field, _ in self.pairs]), self.match_FEE)
+        v_NFE = self.value(x_TD[packed.events]).unflatten(-1, (len(self.pairs), -1))
+        rows, events = q_FBE.shape[1], v_NFE.shape[0]
         layout = make_layout(
             q_offsets=torch.arange(rows + 1, device=x_TD.device),
-            k_offsets=packed.offsets,
+            k_offsets=stream.offsets,
             max_q_len=1,
-            max_k_len=packed.plain.max_k_len,
+            max_k_len=stream.max_len,
             total_q=rows,
-            total_k=x_TD.shape[0],
+            total_k=events,
             check_values=False,
         )
-        q_BHK, k_THK, v_THK = (
-            y.unflatten(-1, (self.heads, -1))
-            for y in (self.query(x_TD[packed.target[:rows]]), self.key(x_TD), self.value(x_TD))
-        )
-        o_BHK = attention(q_BHK, k_THK, v_THK, spec=self.spec, layout=layout, impl=self.impl)
-        return self.out(o_BHK.flatten(-2))[:, None]
+        q_BFE, k_NFE = q_FBE.transpose(0, 1), k_FNE.transpose(0, 1)
+        o_BFE = attention(q_BFE, k_NFE, v_NFE, spec=self.spec, layout=layout, impl=self.impl)
+        return self.out(o_BFE.flatten(-2))[:, None]
+
+    def _normed(self, inputs: ModelInput, keys: list[str]) -> Tensor:
+        stacked = torch.stack([inputs.embeddings[key] for key in keys])
+        return F.layer_norm(stacked, stacked.shape[-1:], eps=NORM_EPS)

@@ -32,6 +32,7 @@ class Packed:
 
     offsets       (B + 1,) int64 of the packed tokens
     order         (T,) int64: token t is row order[t] of cat([context, events, targets])
+    events        (N,) positions of the events among the packed tokens
     masked, plain layouts of self-attention, with and without targets and context
     pooled        layout of seeds that look at the tokens
     weighted      layout of tokens that look at `weight_tokens` tokens a row
@@ -40,12 +41,13 @@ class Packed:
     angles        (T, head dim / 2) rotary angles, or None
 
     Example, one context token, one target, rows of 2 and 0 events, R = 1: offsets [0, 4, 6], order
-    [0, 2, 3, 4, 1, 5] (contexts are rows 0 and 1, events 2 and 3, targets 4 and 5), target [3, 5],
-    recent [[2], [5]] with is_recent [[True], [False]].
+    [0, 2, 3, 4, 1, 5] (contexts are rows 0 and 1, events 2 and 3, targets 4 and 5), events [1, 2],
+    target [3, 5], recent [[2], [5]] with is_recent [[True], [False]].
     """
 
     offsets: Tensor
     order: Tensor
+    events: Tensor
     masked: Layout
     plain: Layout
     pooled: Layout
@@ -91,6 +93,7 @@ def pack(plan: StreamPlan, stream: StreamInput, timestamps_B: Tensor, *, dtype: 
     return Packed(
         offsets=offsets,
         order=order_T,
+        events=event_N,
         masked=make_layout(**size, **counts),
         plain=make_layout(**size),
         pooled=make_layout(k_offsets=offsets, max_k_len=longest, total_k=total, check_values=False),

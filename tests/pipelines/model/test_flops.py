@@ -36,6 +36,7 @@ def unmasked(**changes):
     return make_config(stream=stream_config(blocks=("interformer", "pffn"), cls_tokens=1, candidate=True), **changes)
 
 
+READ_FIELDS = 1  # of the clicks' fields, "item" is also a scalar
 CONFIGS = {
     "wukong": unmasked(),
     "target_read": make_config(
@@ -74,8 +75,9 @@ def _attention_forward(config, lengths):
         tokens = length + own.cls_tokens + (name == "clicks")
         pairs = {"interformer": tokens * own.weight_tokens + tokens**2, "pffn": tokens * own.weight_tokens}
         pooled = 3 * own.seeds * tokens  # in layers 0 and 1, and before the heads
-        read = tokens if own.target_read and name == "clicks" else 0
-        total += 4 * own.dim * len(lengths[name]) * (sum(pairs[kind] for kind in own.blocks) + pooled + read)
+        total += 4 * own.dim * len(lengths[name]) * (sum(pairs[kind] for kind in own.blocks) + pooled)
+        if own.target_read and name == "clicks":  # a head as wide as the tables for each field
+            total += 4 * config.table_dim * len(lengths[name]) * length * READ_FIELDS
     return total
 
 
