@@ -70,9 +70,9 @@ def run(session: nox.Session, program: str, *arguments: str, **environment: str)
 @inside
 def pipeline(session: nox.Session) -> None:
     """Fetch data, train, evaluate, report.   ./ci/nox -s pipeline   (no network: -- --data synthetic)"""
-    arguments = session.posargs or ["--data", "ml-100k"]
-    recipe = [] if "--recipe" in arguments else ["--recipe", recipe_for(arguments)]
-    run(session, "gemline", "train", *recipe, *arguments)
+    arguments = [part for argument in session.posargs for part in argument.split("=", 1)]
+    named = {"--recipe", "--resume"} & set(arguments)  # a resumed run has its recipe in its directory
+    run(session, "gemline", "train", *([] if named else ["--recipe", recipe_for(arguments)]), *session.posargs)
 
 
 def recipe_for(arguments: list[str]) -> str:

@@ -16,5 +16,5 @@ def ml100k_cpu() -> RunConfig:
         tables=TablesConfig(lr=0.02),
         model=presets.ml100k_cpu(),
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=50),
-        train=TrainConfig(epochs=2, checkpoint_every=100, eval_every=0, record_every=1, print_every=20),
+        train=TrainConfig(epochs=2, checkpoint_every=100),
     )

@@ -1,4 +1,4 @@
-"""Recipe `synthetic_cpu`: generated ads data with a planted click probability: the best possible NE is known."""
+"""Recipe `synthetic_cpu`: 200,000 generated impressions with a planted click probability, so the best NE is known."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from gem_pipelines.model import presets
 
 
 def synthetic_cpu() -> RunConfig:
-    """120,000 impressions with three streams and a delayed second label."""
+    """Needs no network."""
     return RunConfig(
         name="synthetic_cpu",
-        data=DataConfig(source="synthetic", global_batch_size=512),
-        tables=TablesConfig(lr=0.02),
+        data=DataConfig(source="synthetic", global_batch_size=256),
+        tables=TablesConfig(lr=0.05),
         model=presets.synthetic_cpu(),
-        optimizer=OptimizerConfig(lr=1e-3, warmup_steps=50),
-        train=TrainConfig(epochs=1, checkpoint_every=100, print_every=20),
+        optimizer=OptimizerConfig(lr=3e-3, warmup_steps=50),
+        train=TrainConfig(epochs=1, checkpoint_every=200),
     )
