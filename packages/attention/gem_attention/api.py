@@ -18,7 +18,7 @@ from gem_attention.interface import AttentionSpec, CannotRunError, Impl, Layout
 from gem_attention.validation import check_call, check_layout, check_layout_shapes
 
 IMPLEMENTATIONS = ("reference", "eager", "triton", "gluon")
-_AUTO_ORDER = {"cuda": ("triton", "eager"), "cpu": ("eager",), "meta": ("eager",)}
+_AUTO_ORDER = {"cuda": ("gluon", "triton", "eager"), "cpu": ("eager",), "meta": ("eager",)}
 _log = logging.getLogger(__name__)
 _announced: set[tuple[str, str]] = set()
 
