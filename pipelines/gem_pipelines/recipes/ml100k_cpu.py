@@ -16,5 +16,5 @@ def ml100k_cpu() -> RunConfig:
         tables=TablesConfig(lr=0.02),
         model=presets.ml100k_cpu(),
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=50),
-        train=TrainConfig(epochs=2, checkpoint_every=100),
+        train=TrainConfig(epochs=1, checkpoint_every=100),
     )
