@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gem_data.api import build_loader, verify_dataset
+from gem_data.api import build_loader, verify_dataset, write_dataset
 from gem_data.damage import rewrite, set_value
 from gem_data.interface import DataError, LoaderConfig
 from gem_data.shards import Shards
-from gem_data.testing import DAMAGES, batch_difference, damage, write_tiny
+from gem_data.testing import DAMAGES, batch_difference, damage, tiny_schema, tiny_table, write_tiny
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +191,55 @@ def test_a_refused_state_names_the_difference(tiny: Path) -> None:
     state["shards"][0]["rows_raed"] = state["shards"][0].pop("rows_read")
     with pytest.raises(DataError, match=r'shards\[0\]: expected an object with "rows_read"'):
         loader().load_state_dict(state)
+
+
+def write_changed(tmp_path: Path) -> tuple[Path, Path]:
+    """Two data sets whose files have equal paths, sizes and rows; one value in train-00001.parquet differs."""
+    table = tiny_table(rows=80, seed=0)
+    directories = tmp_path / "a", tmp_path / "b"
+    for directory, rows in zip(directories, (table, set_value(table, 41, "dense.hour", 0.5)), strict=True):
+        write_dataset(directory, tiny_schema(), {"train": rows}, rows_per_file=40, rows_per_group=10)
+    content = [[path.read_bytes() for path in sorted(d.glob("*.parquet"))] for d in directories]
+    assert [len(file) for file in content[0]] == [len(file) for file in content[1]]
+    assert [a == b for a, b in zip(*content, strict=True)] == [True, False]
+    return directories
+
+
+def test_changed_data_of_equal_paths_sizes_and_rows_is_refused(tmp_path: Path) -> None:
+    first, second = write_changed(tmp_path)
+    config = LoaderConfig(global_batch_size=9)
+    loader = build_loader(first, split="train", config=config)
+    loader.mark_trained(next(loader.epoch()))
+    other = build_loader(second, split="train", config=config)
+    before = other.state_dict()
+    with pytest.raises(DataError, match=r"train-00001\.parquet.*xxh3.*The data changed since") as caught:
+        other.load_state_dict(loader.state_dict())
+    assert caught.value.file == "train-00001.parquet"
+    assert other.state_dict() == before
+
+
+def forget_hashes(directory: Path) -> None:
+    """schema.json as version 1.0 wrote it."""
+    content = json.loads((directory / "schema.json").read_text())
+    content["interface_version"] = [1, 0]
+    for file in content["files"]:
+        file.pop("xxh3")
+    (directory / "schema.json").write_text(json.dumps(content))
+
+
+def test_a_state_from_before_there_were_hashes_loads_where_the_data_have_none_either(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "d")
+    write_tiny(tmp_path / "old")
+    forget_hashes(tmp_path / "old")
+    config = LoaderConfig(global_batch_size=9)
+    old, new = (build_loader(tmp_path / name, split="train", config=config) for name in ("old", "d"))
+    old.mark_trained(next(old.epoch()))
+    state = json.loads(json.dumps(old.state_dict()))
+    for file in state["files"]:
+        del file["xxh3"]
+    build_loader(tmp_path / "old", split="train", config=config).load_state_dict(state)
+    with pytest.raises(DataError, match=r"train-00000\.parquet.*the state has no xxh3"):
+        new.load_state_dict(state)
 
 
 def test_batches_move_to_a_device(tiny: Path) -> None:

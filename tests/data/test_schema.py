@@ -67,6 +67,10 @@ def test_the_plain_form_needs_no_files_nor_version() -> None:
         (lambda s: s.update(files=[{"path": "/x", "split": "train", "rows": 1}]), "inside the data set"),
         (lambda s: s.update(files=[{"path": "x", "split": "test", "rows": 1}]), 'came "test"'),
         (lambda s: s.update(files=[{"path": "x", "split": "eval", "rows": -1}]), "rows of x: expected 0"),
+        (
+            lambda s: s.update(files=[{"path": "x", "split": "eval", "rows": 1, "xxh3": "0123456789ABCDEF"}]),
+            'xxh3 of x: expected 16 hexadecimal digits or nothing, came "0123456789ABCDEF"',
+        ),
     ],
 )
 def test_slips_are_named(change: Any, message: str) -> None:
@@ -105,6 +109,6 @@ def test_facts_and_files_survive(tmp_path: Path) -> None:
     schema = dataclasses.replace(
         tiny_schema(),
         facts={"best_ne": 0.5, "nested": {"a": [1, None]}},
-        files=(FileInfo(path="a/b.parquet", split="eval", rows=3),),
+        files=(FileInfo(path="a/b.parquet", split="eval", rows=3, xxh3="0123456789abcdef"),),
     )
     assert schema_from_dict(json.loads(json.dumps(schema_to_dict(schema)))) == schema

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 from gem_data import verify
 from gem_data.api import inspect_dataset, verify_dataset, write_dataset
 from gem_data.damage import rewrite, set_value
@@ -39,6 +40,30 @@ def test_every_damage_is_found_where_it_is(tmp_path: Path, entry: Any) -> None:
     assert report.rows["eval"] == 30
 
 
+def test_a_file_of_another_content_is_found(tmp_path: Path) -> None:
+    """Every rule holds in the changed file, and its pages have their checksums: only the hash tells."""
+    schema = write_tiny(tmp_path / "d")
+    path = tmp_path / "d" / "train-00001.parquet"
+    rewrite(path, lambda table: set_value(table, 3, "dense.hour", 0.5))
+    (problem,) = verify_dataset(tmp_path / "d").problems
+    assert problem.file == "train-00001.parquet"
+    found = xxhash.xxh3_64_hexdigest(path.read_bytes())
+    assert f"expected xxh3 {schema.files[1].xxh3} (schema.json), came {found}" in str(problem)
+
+
+def test_files_without_a_hash_are_warned_of(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "d")
+    path = tmp_path / "d" / "schema.json"
+    content = json.loads(path.read_text())
+    for file in content["files"][:2]:
+        del file["xxh3"]
+    path.write_text(json.dumps(content))
+    report = verify_dataset(tmp_path / "d")
+    assert report.ok
+    assert [warning.split(":")[0] for warning in report.warnings] == ["train-00000.parquet", "train-00001.parquet"]
+    assert "no xxh3 in schema.json" in report.warnings[0]
+
+
 def test_an_unreadable_schema_raises(tmp_path: Path) -> None:
     write_tiny(tmp_path / "d")
     damage(tmp_path / "d", "misspelt key")
@@ -61,6 +86,7 @@ def test_all_problems_are_listed_up_to_a_limit(tmp_path: Path, monkeypatch: pyte
         (3, "label.click"),
         (5, "label.click"),
         (5, "id.item"),
+        (None, None),  # the file's hash
     ]
     rewrite(
         tmp_path / "d" / "train-00000.parquet",
@@ -82,7 +108,8 @@ def test_evaluation_must_be_later_than_training(tmp_path: Path) -> None:
 def test_repeated_sample_ids_are_found_across_files(tmp_path: Path) -> None:
     write_tiny(tmp_path / "d")
     rewrite(tmp_path / "d" / "train-00001.parquet", lambda table: set_value(table, 11, "sample_id", 20))
-    (problem,) = verify_dataset(tmp_path / "d").problems
+    changed, problem = verify_dataset(tmp_path / "d").problems
+    assert "xxh3" in str(changed)
     assert (problem.file, problem.row_group, problem.row) == ("train-00001.parquet", 1, 2)
     assert "came 20, which train-00000.parquet, row group 2, row 2 has too (1 rows repeat one)" in str(problem)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 from gem_data.api import build_loader, read_schema, schema_to_dict, verify_dataset, write_dataset
 from gem_data.damage import set_value
 from gem_data.interface import DataError, LoaderConfig
@@ -27,6 +28,14 @@ def test_groups_and_files_have_the_asked_rows(tmp_path: Path) -> None:
     assert [[m.row_group(g).num_rows for g in range(m.num_row_groups)] for m in groups] == [[16] * 3, [16] * 3, [4]]
     read = pa.concat_tables([pq.read_table(tmp_path / "d" / file.path) for file in schema.files])
     assert read.to_pylist() == table.to_pylist()
+
+
+def test_schema_json_names_the_hash_of_every_file(tmp_path: Path) -> None:
+    schema = write_tiny(tmp_path / "d")
+    assert len(schema.files) == 4
+    assert read_schema(tmp_path / "d") == schema
+    for file in schema.files:
+        assert file.xxh3 == xxhash.xxh3_64_hexdigest((tmp_path / "d" / file.path).read_bytes())
 
 
 def test_default_groups_decode_to_about_8_mib(tmp_path: Path) -> None:
@@ -155,7 +164,7 @@ def test_written_pages_are_checksummed(tmp_path: Path) -> None:
     table = pq.read_table(tmp_path / "d" / "eval-00000.parquet")
     pq.write_table(table, tmp_path / "d" / "eval-00000.parquet", row_group_size=9)
     report = verify_dataset(tmp_path / "d")
-    assert report.ok
+    assert [(problem.file, "xxh3" in str(problem)) for problem in report.problems] == [("eval-00000.parquet", True)]
     assert report.warnings == (
         "eval-00000.parquet: pages without checksums: a flipped bit would pass unnoticed. Write it again.",
     )

@@ -453,6 +453,10 @@ def _foreign_state(factory: LoaderFactory, directory: Path) -> None:
     refuse(state_of("b", _config()), "files of other sizes")
     refuse(state_of("c", _config()), "files of other rows")
     refuse(state_of("a", _config(), "eval"), "another split")
+    written = write_tiny(directory / "d").files[0].xxh3
+    schema = directory / "d" / "schema.json"
+    schema.write_text(schema.read_text().replace(written, "0123456789abcdef"))
+    refuse(state_of("d", _config()), "files of equal paths, rows and bytes, and of another content")
     good = state_of("a", _config(prefetch=0))
     for key in good:
         refuse({other: value for other, value in good.items() if other != key}, f"without {key}")

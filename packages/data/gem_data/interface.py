@@ -1,6 +1,7 @@
 """What gem_data promises: the native layout, the batch, and the loader. Nothing else is public.
 
 1.0  first version
+1.1  FileInfo.xxh3: what a file contains, so that other data of equal size are told apart
 
 The native layout is a directory:
 
@@ -34,7 +35,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-INTERFACE_VERSION = (1, 0)
+INTERFACE_VERSION = (1, 1)
 
 
 class DataError(ValueError):
@@ -99,11 +100,15 @@ class StreamInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class FileInfo:
-    """One Parquet file: path relative to schema.json, its split ("train" or "eval"), its rows."""
+    """One Parquet file: path relative to schema.json, its split ("train" or "eval"), its rows.
+
+    xxh3  xxh3-64 of the file's bytes, 16 hexadecimal digits; "" where the data set was written before 1.1
+    """
 
     path: str
     split: str
     rows: int
+    xxh3: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

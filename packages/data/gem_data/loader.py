@@ -11,7 +11,8 @@ Three positions, all `Cursor`s of the plan:
 
 A state is independent of rank, world size and prefetching because the plan is. It names, per logical shard, the file,
 row group and row to be read next, for people and as a proof: loading recomputes them from the plan and refuses a state
-whose places do not agree, so that a state of other data or of another order can never continue silently.
+whose places do not agree. It also names every file with the hash of its content from schema.json, so that a state of
+other data or of another order cannot continue silently (state.py says what that does and does not cover).
 
 Cost: one window of decoded rows per shard of this rank (row group rows x window_groups), the batches read ahead, and
 while a window is being read its row groups twice. state_dict() sorts one window per shard (about 2 ms each).

@@ -267,6 +267,7 @@ def _read_rows(directory: Path, schema: Schema, split: str) -> tuple[dict[Place,
                 "rows": info.rows,
                 "bytes": path.stat().st_size,
                 "row_groups": file.num_row_groups,
+                "xxh3": info.xxh3,
             }
         )
     if not files:

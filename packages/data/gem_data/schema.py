@@ -29,6 +29,7 @@ RESERVED_FIELDS = ("action", "time")
 MAX_ACTION_BITS = 62
 MAX_TABLE_ROWS = 2**62
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
+_HASH = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,6 +133,11 @@ def check_schema(schema: Schema, *, source: str = SCHEMA_FILE) -> None:
     for file in schema.files:
         _check_file(source, file.path, file.split)
         _check_range(source, f"files: rows of {file.path}", file.rows, 0, 2**62)
+        if file.xxh3 and _HASH.fullmatch(file.xxh3) is None:
+            raise DataError(
+                f'{source}: files: xxh3 of {file.path}: expected 16 hexadecimal digits or nothing, came "{file.xxh3}".',
+                file=source,
+            )
 
 
 def _check_stream(source: str, stream: StreamInfo, tables: Mapping[str, int]) -> None:

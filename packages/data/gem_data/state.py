@@ -1,7 +1,7 @@
 """The loader's state as JSON: written from a position, and read back only if everything agrees.
 
     {"order_version": 1, "split": "train",
-     "files":  [{"path", "rows", "bytes", "row_groups"}, ...],
+     "files":  [{"path", "rows", "bytes", "row_groups", "xxh3"}, ...],
      "config": {every LoaderConfig setting that decides which rows a batch has; prefetch does not},
      "epoch": 1, "step": 12, "samples": 3000,
      "shards": [{"rows_read": 250, "file": "train-00000.parquet", "row_group": 3, "row": 17}, ...]}
@@ -9,6 +9,10 @@
 "file", "row_group" and "row" say where the shard's next row is read (null when it has given all its rows this epoch).
 They follow from "rows_read" and the plan; reading a state recomputes them and the sums that must hold, so a state that
 was edited, or made from other data or by another order, is refused with the first difference named.
+
+What a file contains is told by the hash that schema.json states for it (FileInfo.xxh3): nothing is read again, so a
+file that was replaced without its schema.json is found by verify_dataset and not here. Data sets written before version
+1.1 have no hash, and states made from them no "xxh3": they go together as they did, by path, size, rows and row groups.
 """
 
 from __future__ import annotations
@@ -105,6 +109,7 @@ def _files(footers: Sequence[Footer]) -> list[dict[str, Any]]:
             "rows": footer.info.rows,
             "bytes": footer.bytes,
             "row_groups": len(footer.group_rows),
+            "xxh3": footer.info.xxh3,
         }
         for footer in footers
     ]
@@ -117,9 +122,24 @@ def _settings(config: LoaderConfig) -> dict[str, Any]:
 def _same_files(came: Any, wanted: list[dict[str, Any]]) -> None:
     if not isinstance(came, list):
         raise DataError(f"loader state: files: expected a list, came {type(came).__name__}.")
+    todo = "The data changed since: resume with the files it was made from."
     for number, (left, right) in enumerate(zip(came, wanted, strict=False)):
-        _same(f"files[{number}]", left, right, "The data changed since: resume with the files it was made from.")
+        if not isinstance(left, Mapping):
+            raise DataError(f"loader state: files[{number}]: expected an object, came {left!r:.80}.")
+        left = {**left, "xxh3": left.get("xxh3", "")}
+        if {**left, "xxh3": ""} == {**right, "xxh3": ""} and left["xxh3"] != right["xxh3"]:
+            path = right["path"]
+            raise DataError(
+                f"loader state: files[{number}]: {path}: the state has {_hash(left['xxh3'])}, this loader "
+                f"{_hash(right['xxh3'])}. {todo}",
+                file=path,
+            )
+        _same(f"files[{number}]", left, right, todo)
     _same("files", len(came), len(wanted), "(number of files) The data changed since: resume with the same files.")
+
+
+def _hash(value: Any) -> str:
+    return f"xxh3 {value}" if value else "no xxh3"
 
 
 def _same_settings(came: Any, wanted: dict[str, Any]) -> None:

@@ -1,12 +1,14 @@
-"""verify_dataset: reads every page of every file once and lists all that is wrong, instead of stopping at the first.
+"""verify_dataset: reads every page of every file and lists all that is wrong, instead of stopping at the first.
 
 Beyond what reading checks (schema, types, nulls, checksums, ranges, list lengths, history strictly earlier) it checks
 what only a full pass can: sample ids unique over the data set, evaluation strictly later than training, no Parquet
-file that schema.json does not name, and that pages carry checksums at all (a warning: such data reads, but a flipped
-bit in it would pass unnoticed). pyarrow does not say whether a page has a checksum, so the first page header of every
-column chunk is looked at here: the Parquet format puts four integers at its start, the fourth being the CRC.
+file that schema.json does not name, that each file is the one that was written (its hash is that of schema.json; data
+written before 1.1 have none, which is a warning), and that pages carry checksums at all (a warning: such data reads,
+but a flipped bit in it would pass unnoticed). pyarrow does not say whether a page has a checksum, so the first page
+header of every column chunk is looked at here: the Parquet format puts four integers at its start, the fourth being the
+CRC.
 
-Cost: one pass of reading; 8 bytes a row are held for the sample ids.
+Cost: one pass of decoding and one of hashing; 8 bytes a row are held for the sample ids.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gem_data.hashing import file_hash
 from gem_data.interface import DataError, FileInfo, Schema
 from gem_data.rows import Int64, Rows, Where
 from gem_data.schema import SCHEMA_FILE, read_schema
@@ -144,6 +147,23 @@ def _file_problems(
             continue
         _count(rows, where, info.split, totals)
         yield from find_problems(schema, rows, where)
+    yield from _hash_problems(directory, info, warnings)
+
+
+def _hash_problems(directory: Path, info: FileInfo, warnings: list[str]) -> Iterator[DataError]:
+    if not info.xxh3:
+        warnings.append(
+            f"{info.path}: no xxh3 in {SCHEMA_FILE}: other data of equal size and rows would pass unnoticed. "
+            "Write it again."
+        )
+        return
+    found = file_hash(directory / info.path)
+    if found != info.xxh3:
+        yield Where(file=info.path).error(
+            expected=f"xxh3 {info.xxh3} ({SCHEMA_FILE})",
+            came=found,
+            todo="The file was changed after it was written: restore it, or prepare the data set again.",
+        )
 
 
 def _count(rows: Rows, where: Where, split: str, totals: _Totals) -> None:

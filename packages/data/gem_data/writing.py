@@ -2,7 +2,8 @@
 
 Rows are checked by the same code that checks them in reading, before they reach a file: a data set that this function
 wrote reads without errors. The directory appears under its name only when complete: files are written and flushed into
-a hidden neighbour that is renamed at the end, so a killed writer leaves no half data set that looks whole.
+a hidden neighbour that is renamed at the end, so a killed writer leaves no half data set that looks whole. schema.json
+holds the hash of every file (hashing.py), by which a loader state knows its data.
 
 Row groups are the unit of reading and shuffling, and a loader holds `window_groups` decoded ones per shard; so by
 default one decodes to about 8 MiB (at most 65,536 rows). zstd with dictionary pages keeps repeated ids small.
@@ -21,6 +22,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from gem_data.hashing import file_hash
 from gem_data.interface import DataError, FileInfo, Schema
 from gem_data.rows import ARROW_TYPES, Where, check_types, decode
 from gem_data.schema import SCHEMA_FILE, SPLITS, check_schema, columns, did_you_mean, schema_from_dict, schema_to_dict
@@ -101,13 +103,11 @@ def _write_split(
             writer.write_table(group.cast(writer.schema), row_group_size=group.num_rows)
             rows, start = rows + group.num_rows, start + group.num_rows
             if rows >= rows_per_file:
-                _close(writer, draft / path)
+                files.append(_close(writer, draft, FileInfo(path=path, split=split, rows=rows)))
                 writer = None
-                files.append(FileInfo(path=path, split=split, rows=rows))
         if writer is not None:
-            _close(writer, draft / path)
+            files.append(_close(writer, draft, FileInfo(path=path, split=split, rows=rows)))
             writer = None
-            files.append(FileInfo(path=path, split=split, rows=rows))
     finally:
         if writer is not None:
             writer.close()
@@ -160,9 +160,11 @@ def _writer(path: Path, arrow_schema: pa.Schema) -> pq.ParquetWriter:
     return pq.ParquetWriter(path, arrow_schema, compression="zstd", write_page_checksum=True, write_statistics=True)
 
 
-def _close(writer: pq.ParquetWriter, path: Path) -> None:
+def _close(writer: pq.ParquetWriter, draft: Path, info: FileInfo) -> FileInfo:
+    """`info` with the hash of the closed and flushed file."""
     writer.close()
-    _flush(path)
+    _flush(draft / info.path)
+    return dataclasses.replace(info, xxh3=file_hash(draft / info.path))
 
 
 def _check_columns(table: pa.Table, wanted: pa.Schema, where: Where) -> None:
