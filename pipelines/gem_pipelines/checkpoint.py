@@ -47,7 +47,7 @@ from gem_pipelines.trainer import Position, Trainer
 
 def capture(trainer: Trainer, loader: Loader) -> Checkpoint:
     """The training state now. A collective: every rank calls it, and every rank gets the whole."""
-    tensors = {f"dense.{name}": value for name, value in trainer.parallel.module.state_dict().items()}
+    tensors = {f"dense.{name}": value for name, value in trainer.parallel.dense_state().items()}
     tensors |= {f"optimizer.{name}": value for name, value in trainer.optimizer.state_tensors().items()}
     for table, parts in trainer.parallel.tables.table_state().items():
         tensors |= {f"tables.{table}.{part}": value for part, value in parts.items()}
@@ -163,15 +163,17 @@ def find_mismatches(checkpoint: Checkpoint, trainer: Trainer) -> list[str]:
 
 def _config_mismatches(stored_json: Any, config: RunConfig) -> list[str]:
     stored, now = flatten(from_json(RunConfig, stored_json)), flatten(config)
+    # Averaged copies train another model than one copy does, so their number is part of the run.
+    free = FREE_ON_RESUME - {"parallel.table_replica"} if config.parallel.table_sync == "average" else FREE_ON_RESUME
     return [
         f"config {key}: stored {stored.get(key)!r}, this run has {now.get(key)!r}"
         for key in sorted(stored.keys() | now.keys())
-        if key not in FREE_ON_RESUME and stored.get(key) != now.get(key)
+        if key not in free and stored.get(key) != now.get(key)
     ]
 
 
 def _expected_tensors(trainer: Trainer) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    expected = {f"dense.{n}": (tuple(v.shape), v.dtype) for n, v in trainer.parallel.module.state_dict().items()}
+    expected = {f"dense.{name}": described for name, described in trainer.parallel.dense_expected.items()}
     for name, shape in trainer.optimizer.expected_shapes().items():
         expected[f"optimizer.{name}"] = (shape, torch.float32)
     for spec in trainer.parallel.specs:
@@ -191,7 +193,7 @@ def _apply(checkpoint: Checkpoint, trainer: Trainer) -> None:
         table, part = name.rsplit(".", 1)
         tables.setdefault(table, {})[part] = tensor
     trainer.parallel.tables.load_table_state(tables)
-    trainer.parallel.module.load_state_dict(groups["dense"], strict=True)
+    trainer.parallel.load_dense_state(groups["dense"])
     trainer.optimizer.load_state_tensors(groups["optimizer"])
     trainer.metrics.load_state_dict(checkpoint.state["metrics"])
     trainer.position = Position(**checkpoint.state["position"])

@@ -36,6 +36,12 @@ FREE_ON_RESUME = frozenset(
         "train.report",
         "train.timeout_s",
         "train.device",
+        "parallel.expert",
+        "parallel.shard",
+        "parallel.replicate",
+        "parallel.table_shard",
+        "parallel.table_replica",
+        "parallel.fully_sharded",
         "data.source",
         "data.options",
         "data.cache",
@@ -138,6 +144,43 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How model and tables lie on the processes. expert x shard x replicate and table_shard x table_replica are both
+    the number of processes; with table_sync "gradients" no choice changes what is computed, up to rounding."""
+
+    expert: int = 1
+    """Processes that share their samples, each owning an equal part of the experts (interactions "dhen", "experts")."""
+    shard: int = 1
+    """Processes over which dense parameters, gradients and optimizer state are cut."""
+    replicate: int | None = None
+    """Copies of the dense model; None: what is left of the number of processes."""
+    table_shard: int | None = None
+    """Processes that hold one copy of all tables together; None: what is left."""
+    table_replica: int = 1
+    """Copies of the tables."""
+    fully_sharded: bool = False
+    """Between steps each process keeps 1 / table_replica of its part of the tables."""
+    table_sync: Literal["gradients", "average"] = "gradients"
+    """"gradients": copies apply the same sum of gradients, the model of one process. "average": each copy applies its
+    own, then weights and moments are averaged; fewer bytes, another model."""
+    table_sync_every: int = 1
+    """"average": micro-batches between two averages."""
+    moment_scaling: bool = True
+    """"average": divide the second moment by table_replica, which keeps the size of steps."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "parallel")
+        _at_least("parallel", 1, expert=self.expert, shard=self.shard, replicate=self.replicate)
+        _at_least("parallel", 1, table_shard=self.table_shard, table_replica=self.table_replica)
+        _at_least("parallel", 1, table_sync_every=self.table_sync_every)
+        if self.table_sync_every > 1 and (self.table_sync == "gradients" or self.fully_sharded):
+            raise ConfigError(
+                f"parallel.table_sync_every is {self.table_sync_every}: gradients, and fully sharded copies, are "
+                "exchanged at every step; use 1, or table_sync 'average' with fully_sharded False"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The job: how long, what is written and measured on the way, and on what it runs."""
 
@@ -166,7 +209,7 @@ class TrainConfig:
     """How many of the newest checkpoints are kept."""
     record_every: int = 1
     """Steps per record in metrics.jsonl and TensorBoard."""
-    print_every: int = 10
+    print_every: int = 1
     """Steps per line where the output is not a terminal."""
     profile_every: int = 50
     """Steps between two steps whose time is split by part; 0: never."""
@@ -211,6 +254,14 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         check_types(self, "")
+        every = self.parallel.table_sync_every
+        if every > 1 and (self.data.accumulate > 1 or self.train.checkpoint_every % every):
+            raise ConfigError(
+                f"parallel.table_sync_every is {every}, train.checkpoint_every {self.train.checkpoint_every} and "
+                f"data.accumulate {self.data.accumulate}: a checkpoint averages the tables, so checkpoint_every must "
+                "be a multiple of table_sync_every, and accumulate 1; otherwise saving would change the run"
+            )

@@ -6,6 +6,7 @@ build(...)        the parts of a job, for tests and for other programs
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from gem_data.api import build_loader, inspect_dataset, read_schema
-from gem_data.interface import LoaderConfig
+from gem_data.interface import LoaderConfig, Schema
 
 from gem_pipelines.config import RunConfig
 from gem_pipelines.contract import check_versions, installed_versions
 from gem_pipelines.data_source import data_directory
+from gem_pipelines.errors import RunError
 from gem_pipelines.loop import Job, Outcome
 from gem_pipelines.model.build import build_model, table_specs
 from gem_pipelines.parallelize import parallelize, seed_everything
@@ -59,6 +61,7 @@ def _run(request: Request, runtime: Runtime) -> Outcome | None:
     if not request.resume:
         runtime.on_main(directory.check_unused)
     say = print if runtime.is_main else lambda *_, **__: None
+    say(f"run: {directory.path}")
     data = data_directory(config.data, runtime=runtime, say=say)
     survey = survey_data(data, row_limit=config.train.survey_rows, runtime=runtime)
     job = build(config, data=data, directory=directory, runtime=runtime)
@@ -83,8 +86,33 @@ def survey_data(data: Path, *, row_limit: int, runtime: Runtime) -> dict[str, An
     if sum(file.rows for file in read_schema(data).files) > row_limit:
         return None
     found: list[dict[str, Any]] = []
-    runtime.on_main(lambda: found.append(inspect_dataset(data, check=True)))
+
+    def survey() -> None:
+        found.append(inspect_dataset(data, check=True))
+        check_split_times(data, found[0])
+
+    runtime.on_main(survey)
     return found[0] if found else None
+
+
+def check_split_times(data: Path, survey: dict[str, Any]) -> None:
+    """Evaluation must lie strictly later than training, or its figures mean nothing."""
+    train, evaluation = (survey["splits"][split]["time"] for split in ("train", "eval"))
+    if evaluation["first"] <= train["last"]:
+        raise RunError(
+            f"{data}: evaluation must be strictly later than training; its first row is of {evaluation['first']}, the "
+            f"last training row of {train['last']} (seconds). Split the data by time; gemline data verify says more."
+        )
+
+
+def within(schema: Schema, max_length: int | None) -> Schema:
+    """`schema` with the streams' longest lengths as this run cuts them: the model divides sums by those."""
+    if max_length is None:
+        return schema
+    streams = tuple(
+        dataclasses.replace(stream, max_length=min(stream.max_length, max_length)) for stream in schema.streams
+    )
+    return dataclasses.replace(schema, streams=streams)
 
 
 def loader_config(config: RunConfig) -> LoaderConfig:
@@ -108,13 +136,14 @@ def build(config: RunConfig, *, data: Path, directory: RunDirectory, runtime: Ru
     loader = build_loader(
         data, split="train", config=loader_config(config), rank=runtime.rank, world_size=runtime.world_size
     )
-    schema = loader.schema
+    schema = within(loader.schema, config.data.max_length)
     steps_per_epoch = -(-loader.batches_per_epoch // config.data.accumulate)
     total_steps = config.train.steps or config.train.epochs * steps_per_epoch
     parallel = parallelize(
         build_model(schema, config.model, seed=config.train.seed),
         table_specs(schema, config.model),
         config=config.tables,
+        parallel=config.parallel,
         seed=config.train.seed,
         runtime=runtime,
     )

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_pipelines.config import OptimizerConfig
+from gem_pipelines.parallel_dense import Placement, WholeParameters
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "step")
 
@@ -47,21 +48,35 @@ def learning_rate_factor(step: int, *, warmup_steps: int, total_steps: int, sche
 class DenseOptimizer:
     """AdamW over the named parameters of the dense model.
 
-    named_parameters  (canonical name, parameter); names key the checkpoint
+    named_parameters  (canonical name, parameter) of this rank; names key the checkpoint
     total_steps       length of the schedule
+    placement         where the other parts of the parameters are; None: every rank has them whole
     """
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, *, total_steps: int
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+        *,
+        total_steps: int,
+        placement: Placement | None = None,
     ) -> None:
         self.config = config
         self.total_steps = total_steps
         self.named = dict(named_parameters)
-        decayed = [p for p in self.named.values() if p.ndim >= 2]
-        plain = [p for p in self.named.values() if p.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self.placement = placement or WholeParameters(self.named.items())
+        # One group a mesh: torch updates the parameters of a group together, which works within one mesh.
+        groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+        for parameter in self.named.values():
+            groups.setdefault((parameter.ndim < 2, getattr(parameter, "device_mesh", None)), []).append(parameter)
         self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps
+            [
+                {"params": parameters, "weight_decay": 0.0 if plain else config.weight_decay}
+                for (plain, _), parameters in sorted(groups.items(), key=lambda group: group[0][0])
+            ],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
         )
 
     def factor(self, step: int) -> float:
@@ -81,18 +96,20 @@ class DenseOptimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         limit = self.config.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(self.named.values(), math.inf if limit is None else limit)
+        norm = self.placement.clip(self.named.values(), math.inf if limit is None else limit)
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         return lr, float(norm)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """ "<parameter>.<state>" -> tensor, for parameters that were updated at least once."""
+        """ "<parameter>.<state>" -> whole tensor, for parameters that were updated at least once. A collective where
+        parameters are cut.
+        """
         found: dict[str, Tensor] = {}
         for name, parameter in self.named.items():
             state = self.adamw.state.get(parameter, {})
             found.update({f"{name}.{key}": state[key] for key in STATE_NAMES if key in state})
-        return found
+        return self.placement.gather(found, {key: key.rsplit(".", 1)[0] for key in self.expected_shapes()})
 
     def hyperparameters(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the tensors."""
@@ -115,8 +132,8 @@ class DenseOptimizer:
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """ "<parameter>.<state>" -> shape, of every state tensor that can exist."""
         return {
-            f"{name}.{key}": () if key == "step" else tuple(parameter.shape)
-            for name, parameter in self.named.items()
+            f"{name}.{key}": () if key == "step" else shape
+            for name, shape in self.placement.shapes.items()
             for key in STATE_NAMES
         }
 
@@ -130,6 +147,6 @@ class DenseOptimizer:
             assert len(present) == len(STATE_NAMES), f"half a state for {name}: {sorted(present)}"
             # AdamW keeps `step` on the CPU; the moments follow the parameter.
             self.adamw.state[parameter] = {
-                key: value.clone() if key == "step" else value.to(parameter.device, copy=True)
+                key: value.clone() if key == "step" else self.placement.cut(value, parameter)
                 for key, value in present.items()
             }

@@ -1,29 +1,45 @@
 """The only file that knows model and processes at once: places the dense model and the tables on the ranks.
 
-Dense: every rank holds the whole model; DistributedDataParallel averages its gradients. `find_unused_parameters` is
-on for two reasons: a rank whose rows have no events may not touch every parameter, and without it the first backward
-reorders DDP's buckets, so that a resumed run would sum in another order than the run that went through. It costs one
-walk of the graph a step. Tables: TorchRec spreads them over the same group.
+Dense, whole on every rank (expert and shard 1): DistributedDataParallel averages its gradients.
+`find_unused_parameters` is on for two reasons: a rank whose rows have no events may not touch every parameter, and
+without it the first backward reorders DDP's buckets, so that a resumed run would sum in another order than the run that
+went through. It costs one walk of the graph a step. At one process DDP is left out: there is nothing to average.
 
-At one process DDP is left out: there is nothing to average.
+Dense, cut (expert or shard > 1): experts first (parallel_experts.py), then FSDP2 (parallel_dense.py).
+
+Tables: TorchRec spreads a copy over the `table_shard` ranks; the copies meet over `table_replica` through gem_comm.
+The model is made whole on every rank's CPU first, from one seed, so that start values do not depend on the mesh.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from gem_comm.api import make_collectives
+from gem_comm.interface import Meshes
 from gem_embeddings.api import build_tables
-from gem_embeddings.interface import RowWiseAdagrad, Tables, TableSpec
+from gem_embeddings.interface import Replicas, RowWiseAdagrad, Tables, TableSpec
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from gem_pipelines.config import TablesConfig
+from gem_pipelines.config import ParallelConfig, TablesConfig
 from gem_pipelines.errors import RunError
 from gem_pipelines.model.inputs import ModelInput
+from gem_pipelines.parallel_dense import (
+    Placement,
+    ShardedParameters,
+    WholeParameters,
+    load_whole,
+    shard_parameters,
+)
+from gem_pipelines.parallel_experts import ExpertGroup, experts_in, place_experts
+from gem_pipelines.parallel_mesh import make_meshes
 from gem_pipelines.runtime import Runtime
 
 
@@ -31,16 +47,20 @@ from gem_pipelines.runtime import Runtime
 class ParallelModel:
     """The placed model.
 
-    module   the bare dense model: names and values for checkpoints, parts for timing
+    module   the bare dense model: its parts for timing, this rank's parameters
     forward  what the step calls: `module`, or its data-parallel wrapper
     tables   the embedding tables
     specs    their shapes
+    placement       where the parts of the dense parameters are
+    dense_expected  canonical name of every tensor of the whole dense model -> shape and dtype
     """
 
     module: nn.Module
     forward: nn.Module
     tables: Tables
     specs: tuple[TableSpec, ...]
+    placement: Placement
+    dense_expected: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
     def __call__(self, inputs: ModelInput) -> Tensor:
         """Logits (B, T)."""
@@ -50,9 +70,19 @@ class ParallelModel:
     @contextmanager
     def accumulating(self, *, more_to_come: bool) -> Iterator[None]:
         """Inside, backward adds to the dense gradients; ranks exchange them only when no more batch is to come."""
+        if isinstance(self.forward, FSDPModule):
+            self.forward.set_requires_gradient_sync(not more_to_come)
         holds_back = more_to_come and isinstance(self.forward, DistributedDataParallel)
         with self.forward.no_sync() if holds_back else nullcontext():
             yield
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """Canonical name -> whole tensor, of parameters and buffers. A collective where they are cut."""
+        return self.placement.gather(self.module.state_dict(), {name: name for name in self.dense_expected})
+
+    def load_dense_state(self, state: dict[str, Tensor]) -> None:
+        """Inverse of `dense_state`; the caller has checked names and shapes."""
+        load_whole(self.module, state, self.placement)
 
 
 class _WithAnchor(nn.Module):
@@ -70,29 +100,81 @@ class _WithAnchor(nn.Module):
 
 
 def parallelize(
-    model: nn.Module, specs: Sequence[TableSpec], *, config: TablesConfig, seed: int, runtime: Runtime
+    model: nn.Module,
+    specs: Sequence[TableSpec],
+    *,
+    config: TablesConfig,
+    seed: int,
+    runtime: Runtime,
+    parallel: ParallelConfig | None = None,
 ) -> ParallelModel:
-    """Move `model` to the device, build the tables, and wrap what more than one process needs."""
+    """Move `model` to the device, build the tables, and cut or wrap what more than one process needs. A collective."""
     if config.impl == "reference" and runtime.world_size > 1:
         raise RunError(f"tables.impl is 'reference', which runs in one process; this run has {runtime.world_size}")
+    parallel = parallel or ParallelConfig()
+    meshes = make_meshes(parallel, runtime)
     model = model.to(runtime.device)
-    tables = build_tables(
+    expected = {name: (tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
+    forward, placement = _place_dense(model, meshes, runtime)
+    tables = _place_tables(specs, config, parallel=parallel, meshes=meshes, seed=seed, runtime=runtime)
+    return ParallelModel(
+        module=model,
+        forward=forward,
+        tables=tables,
+        specs=tuple(specs),
+        placement=placement,
+        dense_expected=expected,
+    )
+
+
+def _place_dense(model: nn.Module, meshes: Meshes | None, runtime: Runtime) -> tuple[nn.Module, Placement]:
+    """(what the step calls, where the parameters are); `model` is changed in place."""
+    whole = WholeParameters(model.named_parameters())
+    if meshes is None or meshes.layout.spec.expert * meshes.layout.spec.shard == 1:
+        if runtime.world_size == 1:
+            return model, whole
+        wrapped = DistributedDataParallel(_WithAnchor(model), find_unused_parameters=True, gradient_as_bucket_view=True)
+        return wrapped, whole
+    expert = make_collectives(meshes, "expert", impl="torch")
+    owners = place_experts(model, ExpertGroup(expert, runtime.device)) if expert.size > 1 else {}
+    shard_parameters(model, meshes, experts_in(model))
+    shard = make_collectives(meshes, "shard_expert", impl="torch")
+    return model, ShardedParameters(whole.shapes, shard=shard, expert=expert, owners=owners)
+
+
+def _place_tables(
+    specs: Sequence[TableSpec],
+    config: TablesConfig,
+    *,
+    parallel: ParallelConfig,
+    meshes: Meshes | None,
+    seed: int,
+    runtime: Runtime,
+) -> Tables:
+    group, replicas = dist.group.WORLD, None
+    if meshes is not None and meshes.layout.spec.table_replica > 1:
+        group = meshes.process_groups["table_shard"]
+        replicas = Replicas(
+            exchange=make_collectives(meshes, "table_replica", impl="torch"),
+            sync=parallel.table_sync,
+            every=parallel.table_sync_every,
+            fully_sharded=parallel.fully_sharded,
+            moment_scaling=parallel.moment_scaling,
+        )
+    return build_tables(
         specs,
         optimizer=RowWiseAdagrad(lr=config.lr, eps=config.eps),
         seed=seed,
-        process_group=dist.group.WORLD,
+        process_group=group,
         device=runtime.device,
         impl=config.impl,
+        replicas=replicas,
     )
-    forward: nn.Module = model
-    if runtime.world_size > 1:
-        forward = DistributedDataParallel(_WithAnchor(model), find_unused_parameters=True, gradient_as_bucket_view=True)
-    return ParallelModel(module=model, forward=forward, tables=tables, specs=tuple(specs))
 
 
 def parameter_counts(parallel: ParallelModel) -> dict[str, int]:
     """{"dense": n, "tables": n}."""
-    dense = sum(parameter.numel() for parameter in parallel.module.parameters())
+    dense = sum(math.prod(shape) for shape in parallel.placement.shapes.values())
     return {"dense": dense, "tables": sum(spec.rows * spec.dim for spec in parallel.specs)}
 
 

@@ -69,7 +69,12 @@ class Trainer:
         self.runtime = runtime
         self.tasks = tuple(label.name for label in schema.labels)
         self.task_weights = resolve_task_weights(config.train.task_weights, self.tasks)
-        self.optimizer = DenseOptimizer(parallel.module.named_parameters(), config.optimizer, total_steps=total_steps)
+        self.optimizer = DenseOptimizer(
+            parallel.module.named_parameters(),
+            config.optimizer,
+            total_steps=total_steps,
+            placement=parallel.placement,
+        )
         self.metrics = TaskMetrics(self.tasks, window=config.train.metric_window)
         self.position = Position()
 

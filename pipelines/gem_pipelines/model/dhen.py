@@ -73,21 +73,27 @@ def _linear(tokens_in: int, tokens_out: int, config: ModelConfig) -> nn.Module:
 MEMBERS = {"fm": _fm, "linear": _linear, "dcn": CrossMember, "mlp": MlpMember, "attention": AttentionMember}
 
 
+class MemberSum(nn.ModuleDict):
+    """The sum of all members' outputs: x (B, N, D) -> (B, M, D)."""
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        return torch.stack([member(x_BND) for member in self.values()]).sum(dim=0)
+
+
 class Dhen(nn.Module):
     """x (B, N, D) -> (B, fm_tokens + linear_tokens, D)."""
 
     def __init__(self, tokens_in: int, config: ModelConfig) -> None:
         super().__init__()
         tokens_out = config.interaction.tokens
-        self.members = nn.ModuleDict(
+        self.members = MemberSum(
             {name: MEMBERS[name](tokens_in, tokens_out, config) for name in config.interaction.members}
         )
         self.shortcut = nn.Identity() if tokens_in == tokens_out else TokenMix(tokens_in, tokens_out)
         self.norm = make_norm(config.dim, kind=config.norm, affine=config.norm_affine)
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        outputs = torch.stack([member(x_BND) for member in self.members.values()])
-        return self.norm(outputs.sum(dim=0) + self.shortcut(x_BND))
+        return self.norm(self.members(x_BND) + self.shortcut(x_BND))
 
 
 def dhen_flops(tokens_in: int, config: ModelConfig, rows: int) -> int:

@@ -12,6 +12,7 @@ Letters: B rows, N tokens in, M tokens out, D width, R rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -52,21 +53,31 @@ class Wukong(nn.Module):
         return self.norm(torch.cat([self.fmb(x_BND), self.lcb(x_BND)], dim=1) + self.residual(x_BND))
 
 
+class TokenParts(nn.ModuleList):
+    """Experts on parts of the tokens, of parts[i] tokens each; outputs concatenated: x (B, N, D) -> (B, M, D)."""
+
+    def __init__(self, experts: Iterable[nn.Module], *, parts: Sequence[int]) -> None:
+        super().__init__(experts)
+        self.parts = list(parts)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        parts = x_BND.split(self.parts, dim=1)
+        return torch.cat([expert(part) for expert, part in zip(self, parts, strict=True)], dim=1)
+
+
 class WukongExperts(nn.Module):
-    """Experts on parts of the tokens, each part as even as it can be; outputs concatenated."""
+    """Wukong modules on parts of the tokens, each part as even as it can be."""
 
     def __init__(self, tokens_in: int, config: ModelConfig) -> None:
         super().__init__()
         own = config.interaction
-        self.parts = split_evenly(tokens_in, own.experts)
-        self.experts = nn.ModuleList(
-            Wukong(part, config, fm_tokens=own.fm_tokens // own.experts, linear_tokens=own.linear_tokens // own.experts)
-            for part in self.parts
-        )
+        parts = split_evenly(tokens_in, own.experts)
+        fm_tokens, linear_tokens = own.fm_tokens // own.experts, own.linear_tokens // own.experts
+        made = [Wukong(part, config, fm_tokens=fm_tokens, linear_tokens=linear_tokens) for part in parts]
+        self.experts = TokenParts(made, parts=parts)
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        parts = x_BND.split(self.parts, dim=1)
-        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)], dim=1)
+        return self.experts(x_BND)
 
 
 def split_evenly(count: int, parts: int) -> list[int]:
