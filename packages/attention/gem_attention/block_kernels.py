@@ -39,17 +39,15 @@ def tanh(x, FAST: tl.constexpr):
 
 @triton.jit
 def silu(z, FAST: tl.constexpr):
-    h = 0.5 * z
-    return h * tanh(h, FAST) + h
+    return z * (0.5 * tanh(0.5 * z, FAST) + 0.5)
 
 
 @triton.jit
 def silu_and_slope(z, FAST: tl.constexpr):
     """(silu(z), silu'(z))."""
-    h = 0.5 * z
-    half = 0.5 * tanh(h, FAST)
-    y = z * (half + 0.5)
-    return y, y * (0.5 - half) + (half + 0.5)
+    gate = 0.5 * tanh(0.5 * z, FAST) + 0.5
+    y = z * gate
+    return y, y * (1.0 - gate) + gate
 
 
 @triton.jit
@@ -76,13 +74,12 @@ def columns(n0, COUNT: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def turn(x_MN, table, row_M, live_M, n0, wanted, BACK: tl.constexpr, C: tl.constexpr):
+def turn(x_MN, table, row_M, live_M, n0, wanted, BACK: tl.constexpr, BN: tl.constexpr, C: tl.constexpr):
     """Turn the pairs of a tile, or turn them back, if wanted (then without a branch: by an angle of 0, not read).
 
     The tile begins at a head's first column.
     """
     BM: tl.constexpr = C.block_m
-    BN: tl.constexpr = C.block_n
     p = tl.arange(0, BN // 2)
     if C.interleaved:
         i = (n0 + 2 * p) % C.head_dim // 2
@@ -228,21 +225,45 @@ def project_kernel(x, x_rows, x_stride, weight, row_sums, table, outs, preacts, 
             mean_M = rstd_M
             if C.layer:
                 mean_M = tl.load(mean + row_M, mask=live_M, other=0.0)
-        if C.layer:
-            sums_N = tl.load(row_sums + w_row_N, mask=w_ok_N, other=0.0)
-            acc_MN = acc_MN - mean_M[:, None] * sums_N[None, :]
-        z_MN = acc_MN * rstd_M[:, None]
-        mask_MN = live_M[:, None] & (exists_N & (col_N < width))[None, :]
-        if C.keeps:
-            store_tile(preact, z_MN, row_M, col_N, width, mask_MN & active)
-        if C.all_silu:
+        target = (out, preact, width, active, wanted)
+        if C.halved:  # a tile's end works on half of it at a time, since its temporaries need registers too
+            left_MN, right_MN = _halves(acc_MN, C)
+            part: tl.constexpr = C.block_n // 2
+            n1 = n0 + C.span // 2
+            _finish(left_MN, mean_M, rstd_M, row_sums, w_row - n0, table, target, row_M, live_M, n0, part, C)
+            _finish(right_MN, mean_M, rstd_M, row_sums, w_row - n0, table, target, row_M, live_M, n1, part, C)
+        else:
+            _finish(acc_MN, mean_M, rstd_M, row_sums, w_row - n0, table, target, row_M, live_M, n0, C.block_n, C)
+
+
+@triton.jit
+def _halves(x_MN, C: tl.constexpr):
+    """The left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(x_MN, [C.block_m, 2, C.block_n // 2]), (0, 2, 1)))
+
+
+@triton.jit
+def _finish(z_MN, mean_M, rstd_M, row_sums, w_first, table, target, row_M, live_M, n0, COUNT: tl.constexpr,
+            C: tl.constexpr):  # fmt: skip
+    """Scale the rows of x @ W^T, activate, turn, store. w_first: the row of W of the output's first column."""
+    out, preact, width, active, wanted = target
+    col_N, exists_N = columns(n0, COUNT, C)
+    ok_N = exists_N & (col_N < width)
+    mask_MN = live_M[:, None] & ok_N[None, :]
+    if C.layer:
+        sums_N = tl.load(row_sums + w_first + col_N, mask=ok_N, other=0.0)
+        z_MN = z_MN - mean_M[:, None] * sums_N[None, :]
+    z_MN = z_MN * rstd_M[:, None]
+    if C.keeps:
+        store_tile(preact, z_MN, row_M, col_N, width, mask_MN & active)
+    if C.all_silu:
+        z_MN = silu(z_MN, C.fast_math)
+    elif C.some_silu:  # noqa: SIM102 (one is known to the compiler, the other is not)
+        if active:
             z_MN = silu(z_MN, C.fast_math)
-        elif C.some_silu:  # noqa: SIM102 (one is known to the compiler, the other is not)
-            if active:
-                z_MN = silu(z_MN, C.fast_math)
-        if C.some_turned:
-            z_MN = turn(z_MN, table, row_M, live_M, n0, wanted, False, C)
-        store_tile(out, z_MN, row_M, col_N, width, mask_MN)
+    if C.some_turned:
+        z_MN = turn(z_MN, table, row_M, live_M, n0, wanted, False, COUNT, C)
+    store_tile(out, z_MN, row_M, col_N, width, mask_MN)
 
 
 # ------------------------------------------------------------------------------------------------ backward
@@ -261,7 +282,7 @@ def _output_gradient(grad, stride, preact, table, row_sums, g, shares, row_M, li
         mask_MN = live_M[:, None] & ok_N[None, :]
         z_MN = tl.load(grad + row * stride + col_N[None, :], mask=mask_MN, other=0.0).to(tl.float32)
         if C.turned[S]:
-            z_MN = turn(z_MN, table, row_M, live_M, n0, True, True, C)
+            z_MN = turn(z_MN, table, row_M, live_M, n0, True, True, C.block_n, C)
         if C.silu[S]:
             preact_MN = tl.load(preact + row * width + col_N[None, :], mask=mask_MN, other=0.0).to(tl.float32)
             _, slope_MN = silu_and_slope(preact_MN, C.fast_math)
@@ -329,13 +350,32 @@ def input_gradient_kernel(g, g_rows, weight, x, x_stride, mean, rstd, dots, dx, 
                 b = tl.load(weight + k.to(tl.int64)[:, None] * C.dim + col_N[None, :],
                             mask=ok_K[:, None] & ok_N[None, :], other=0.0)  # fmt: skip
             acc_MN = dot(a, b, acc_MN, C.precision)
-        mask_MN = live_M[:, None] & ok_N[None, :]
-        x_MN = tl.load(x + row * x_stride + col_N[None, :], mask=mask_MN, other=0.0).to(tl.float32)
-        if C.layer:
-            x_MN = x_MN - tl.load(mean + row_M, mask=live_M, other=0.0)[:, None]
-            acc_MN = acc_MN - tl.load(dots + row_M, mask=live_M, other=0.0)[:, None]
-        slope_M = tl.load(rstd + row_M, mask=live_M, other=0.0) * tl.load(dots + tokens + row_M, mask=live_M, other=0.0)
-        store_tile(dx, acc_MN - x_MN * slope_M[:, None], row_M, col_N, C.dim, mask_MN)
+        slope_M = tl.load(dots + tokens + row_M, mask=live_M, other=0.0)
+        slope_M = slope_M * tl.load(rstd + row_M, mask=live_M, other=0.0)
+        shift_M = slope_M
+        if C.layer:  # dx = G - mean(G) - (x - mean) * slope = G - x * slope - shift
+            shift_M = tl.load(dots + row_M, mask=live_M, other=0.0)
+            shift_M -= slope_M * tl.load(mean + row_M, mask=live_M, other=0.0)
+        if C.halved:
+            left_MN, right_MN = _halves(acc_MN, C)
+            part: tl.constexpr = C.block_n // 2
+            _finish_dx(left_MN, x, x_stride, slope_M, shift_M, dx, row_M, live_M, n0, part, C)
+            _finish_dx(right_MN, x, x_stride, slope_M, shift_M, dx, row_M, live_M, n0 + part, part, C)
+        else:
+            _finish_dx(acc_MN, x, x_stride, slope_M, shift_M, dx, row_M, live_M, n0, C.block_n, C)
+
+
+@triton.jit
+def _finish_dx(acc_MN, x, x_stride, slope_M, shift_M, dx, row_M, live_M, n0, COUNT: tl.constexpr, C: tl.constexpr):
+    """The norm's backward on a tile of G."""
+    col_N = n0 + tl.arange(0, COUNT)
+    mask_MN = live_M[:, None] & (col_N < C.dim)[None, :]
+    row = row_M.to(tl.int64)[:, None]
+    x_MN = tl.load(x + row * x_stride + col_N[None, :], mask=mask_MN, other=0.0).to(tl.float32)
+    acc_MN = acc_MN - x_MN * slope_M[:, None]
+    if C.layer:
+        acc_MN = acc_MN - shift_M[:, None]
+    store_tile(dx, acc_MN, row_M, col_N, C.dim, mask_MN)
 
 
 @triton.jit

@@ -27,6 +27,7 @@ class BlockTiles:
 
     beside: the norm's sums are taken from the tiles that pass in the product, else by a kernel before it.
     flatten: the loop over tiles and that over depth become one, so that the next tile's loads overlap the epilogue.
+    halved: the end of a tile works on one half of its columns after the other, for fewer registers.
     """
 
     block_m: int
@@ -37,7 +38,8 @@ class BlockTiles:
     tma: bool = True
     programs: int = 1
     flatten: bool = True
-    beside: bool = True
+    beside: bool = False
+    halved: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,7 @@ class ProjectConfig:
     tma: bool
     flatten: bool
     beside: bool
+    halved: bool
     dots: bool
     fast_math: bool
     precision: str
@@ -135,16 +138,19 @@ def padded_head(spec: ProjectionSpec) -> int:
     return 2 if interleaved else 2 * _power(spec.head_dim // 2)
 
 
-def pick_tiles(x: Tensor, spec: ProjectionSpec) -> BlockTiles:
-    """Tiles of the forward and of the input gradient's product."""
-    least = max(16, padded_head(spec))
+def pick_tiles(dtype: torch.dtype, spec: ProjectionSpec, *, input_gradient: bool = False) -> BlockTiles:
+    """Tiles of the forward's product, or of the input gradient's. No spills for any spec on sm_90 and sm_100."""
+    least = max(16, 1 if input_gradient else padded_head(spec))
     if interpreted():
         return BlockTiles(block_m=32, block_n=max(32, least), block_k=32, tma=False, programs=0, flatten=False)
-    if x.dtype == torch.float32:
+    if dtype == torch.float32:
         return BlockTiles(
             block_m=64, block_n=max(64, least), block_k=32, stages=2, tma=False, programs=0, flatten=False
         )
-    return BlockTiles(block_m=128, block_n=256, block_k=64)
+    blackwell = triton.runtime.driver.active.get_current_target().arch >= 100
+    if blackwell and spec.silu and spec.turned and least <= 128 and not input_gradient:
+        return BlockTiles(block_m=128, block_n=128, block_k=64, programs=2)
+    return BlockTiles(block_m=128, block_n=256, block_k=64, halved=blackwell or not input_gradient)
 
 
 def project_config(
@@ -184,6 +190,7 @@ def project_config(
         tma=tiles.tma and not padded,
         flatten=tiles.flatten and (not spec.silu or len(spec.silu) == len(spec.widths)),
         beside=tiles.beside,
+        halved=tiles.halved and tiles.block_n // 2 >= max(16, padded_head(spec)),
         dots=dots,
         fast_math=not interpreted() and dtype != torch.float32,
         precision=precision,
@@ -245,7 +252,7 @@ def project(
     kept_z = [preacts[i] for i in sorted(spec.silu)] if keep else []
     if x.shape[0] == 0:
         return outs, kept_z, stats
-    tiles = tiles or pick_tiles(x, spec)
+    tiles = tiles or pick_tiles(x.dtype, spec)
     tiles = replace(tiles, tma=tiles.tma and tma_fits(x, weight))
     c = project_config(spec, x.shape[1], tiles, keeps=keep, dtype=x.dtype)
     if not tiles.beside:
@@ -316,7 +323,7 @@ def gradient(
             shares,
             tokens,
             C=c,
-            num_warps=8,
+            num_warps=16,
         )
     return g, scalars, shares.sum(0) if c.layer else shares.new_empty(0)
 
@@ -330,7 +337,7 @@ def input_gradient(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.shape[0] == 0:
         return dx
-    tiles = tiles or pick_tiles(x, spec)
+    tiles = tiles or pick_tiles(x.dtype, spec, input_gradient=True)
     tiles = replace(tiles, tma=tiles.tma and tma_fits(g, weight))
     plain = ProjectionSpec(widths=spec.widths, norm=spec.norm, eps=spec.eps)  # no turning here, so no padded tiles
     c = project_config(plain, x.shape[1], tiles, dtype=x.dtype)
