@@ -198,11 +198,11 @@ def test_a_run_is_one_process_that_ends_with_its_code():
     assert done.stderr == ("gemline: error: unknown recipe 'nothing'; valid: debug, ml100k_cpu, synthetic_cpu\n")
 
 
-def change_column(name: str, change):
-    """Rewrite one column of the training file."""
+def change_column(name: str, change, split: str = "train"):
+    """Rewrite one column of a split's first file."""
 
     def apply(directory: Path) -> None:
-        path = next(directory.glob("train-*.parquet"))
+        path = next(directory.glob(f"{split}-*.parquet"))
         groups = pq.ParquetFile(path).metadata.row_group(0).num_rows
         table = pq.read_table(path)
         index = table.column_names.index(name)
@@ -253,6 +253,34 @@ BAD_DATA = {
     "label 7": (change_column("label.click", set_value(5, 7.0)), ["row group 0", "row 5", "label.click", "7"]),
     "truncated file": (truncate, ["train-00000.parquet"]),
 }
+
+
+def test_a_failing_evaluation_loses_no_training(debug_data, tmp_path, capsys):
+    """The data are too large to survey, and the evaluation, after the last step, meets a bad label."""
+    directory, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(debug_data, directory)
+    change_column("label.click", set_value(5, 7.0), split="eval")(directory)
+    arguments = ["train", "--recipe", "debug", "--data", str(directory), "--run-dir", str(run), *SMALL]
+    assert main([*arguments, "--train.survey-rows", "0", "--train.checkpoint-every", "0"]) == 1
+    assert "eval-00000.parquet" in capsys.readouterr().err
+    shutil.copy(next(debug_data.glob("eval-*.parquet")), directory)
+    assert main(["train", "--resume", "--run-dir", str(run)]) == 0
+    records = read_records(run / "metrics.jsonl")
+    assert [r["step"] for r in records if r["kind"] == "train"] == [1, 2, 3]
+    assert [r["step"] for r in records if r["kind"] == "eval"] == [3]
+    assert sum(r["kind"] == "start" and r["resumed_from"] == 3 for r in records) == 1
+
+
+def test_evaluation_must_be_later_than_training(debug_data, tmp_path, capsys):
+    directory, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(debug_data, directory)
+    schema = json.loads((directory / "schema.json").read_text())
+    for file in schema["files"]:
+        file["split"] = {"train": "eval", "eval": "train"}[file["split"]]
+    (directory / "schema.json").write_text(json.dumps(schema))
+    assert main(["train", "--recipe", "debug", "--data", str(directory), "--run-dir", str(run), *SMALL]) == 1
+    assert "evaluation must be strictly later than training" in capsys.readouterr().err
+    assert not run.exists()
 
 
 @pytest.mark.parametrize("survey", ["surveyed first", "found in reading"])
