@@ -3,7 +3,8 @@
 Every prediction is counted in a cell: the upper bits of its float32 bit pattern (monotone for numbers >= 0), so that
 numbers closer than 2^-13 of their size share a cell. About a million cells (25 MB per task) hold what both curves
 need, whatever the number of rows. Sorting all rows instead would be exact, and would need the whole file in memory.
-The curves are for the eye; the figures in the result table come from the run's own exact metrics.
+The curves are for the eye; the figures in the result table come from the run's own exact metrics. As in those, a row of
+weight 0 counts nowhere; how many there are is counted apart.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _CELLS = (int(np.float32(1.0).view(np.uint32)) >> _SHIFT) + 1
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationBin:
-    """One quantile bin: `low` and `high` bound the predictions, means are weighted, `count` counts rows.
+    """One quantile bin: `low` and `high` bound the predictions, means are weighted, `count` counts rows with weight.
 
     Example: three rows with predictions 0.1, 0.2, 0.3, labels 0, 0, 1 and weights 1, 1, 2 in one bin:
     mean_prediction (0.1 + 0.2 + 0.6) / 4 = 0.225, rate 2 / 4 = 0.5, count 3.
@@ -40,11 +41,15 @@ class TaskCurves:
     """Curves of one task; `problem` says why a curve is undefined.
 
     roc_fpr, roc_tpr  (P,) float64 from (0, 0) to (1, 1), or None with `problem` set
-    skipped           rows whose prediction is not a number in [0, 1], or whose label is not 0 or 1
+    rows              of the file: those below, and those that the curves are made from
+    weightless        rows of weight 0, whatever else they hold: they count in no bin and in no curve
+    skipped           rows with weight whose prediction is not a number in [0, 1], or whose label is not 0 or 1, and
+                      rows whose weight is not a number >= 0
     """
 
     task: str
     rows: int
+    weightless: int
     skipped: int
     bins: tuple[CalibrationBin, ...]
     roc_fpr: np.ndarray | None
@@ -61,13 +66,16 @@ class _Cells:
         self.positive = np.zeros(_CELLS)
         self.predicted = np.zeros(_CELLS)
         self.rows = 0
+        self.weightless = 0
         self.skipped = 0
 
     def add(self, label: np.ndarray, prediction: np.ndarray, weight: np.ndarray) -> None:
         good = (prediction >= 0) & (prediction <= 1) & ((label == 0) | (label == 1))
-        good &= (weight >= 0) & np.isfinite(weight)
+        good &= (weight > 0) & np.isfinite(weight)
+        weightless = int((weight == 0).sum())
         self.rows += len(label)
-        self.skipped += len(label) - int(good.sum())
+        self.weightless += weightless
+        self.skipped += len(label) - weightless - int(good.sum())
         label, prediction, weight = label[good], prediction[good], weight[good]
         cell = np.maximum(prediction.astype(np.float32), 0).view(np.uint32) >> _SHIFT  # maximum: no sign bit of -0.0
         self.count += np.bincount(cell, minlength=_CELLS)
@@ -120,6 +128,7 @@ def _curves(task: str, cells: _Cells, bins: int, points: int) -> TaskCurves:
     return TaskCurves(
         task=task,
         rows=cells.rows,
+        weightless=cells.weightless,
         skipped=cells.skipped,
         bins=_calibration(cells, bins),
         roc_fpr=fpr,
@@ -145,8 +154,6 @@ def _calibration(cells: _Cells, bins: int) -> tuple[CalibrationBin, ...]:
     for index in np.unique(bin_of):
         mine = used[bin_of == index]
         weight = float(cells.weight[mine].sum())
-        if weight == 0:
-            continue
         result.append(
             CalibrationBin(
                 low=_cell_value(mine[0]),
@@ -172,6 +179,8 @@ def _roc(cells: _Cells, points: int) -> tuple[np.ndarray | None, np.ndarray | No
     positives, negatives = float(positive.sum()), float(negative.sum())
     if cells.rows == 0:
         return None, None, "undefined: no rows"
+    if cells.weightless == cells.rows:
+        return None, None, "undefined: no row has weight"
     if positives <= 0 or negatives <= 0:
         only = "0" if positives <= 0 else "1"
         return None, None, f"undefined: all labels with weight are {only}" if len(used) else "undefined: no valid rows"

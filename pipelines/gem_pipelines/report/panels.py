@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -123,7 +125,7 @@ def calibration_panel(curves: TaskCurves, index: int) -> Panel:
     """Observed rate against mean prediction in quantile bins, with the number of rows of each bin below."""
     title = f"Calibration: {shorten(curves.task, 40)}"
     if not curves.bins:
-        return _absent(title, "No row has a prediction, a label and a weight that count.")
+        return _absent(title, "No row has a prediction, a label and a weight that count." + _weightless([curves]))
     predicted = np.array([b.mean_prediction for b in curves.bins])
     rate = np.array([b.rate for b in curves.bins])
     count = np.array([b.count for b in curves.bins])
@@ -155,8 +157,18 @@ def calibration_panel(curves: TaskCurves, index: int) -> Panel:
     caption = (
         f"{len(curves.bins)} bins with about equal numbers of rows ({count.min():,} to {count.max():,}); whiskers are "
         "two standard errors. Points on the dashed line are calibrated."
-    )
+    ) + _weightless([curves])
     return draw(f"calibration-{index}", title, caption, paint, height=3.7)
+
+
+def _weightless(all_curves: Sequence[TaskCurves]) -> str:
+    """How many rows were left out for their weight of 0, by task where there are several."""
+    found = [curves for curves in all_curves if curves.weightless]
+    if not found:
+        return ""
+    if len(all_curves) == 1:
+        return f" {found[0].weightless:,} rows of weight 0 count nowhere."
+    return f" Rows of weight 0, which count nowhere: {', '.join(f'{c.task} {c.weightless:,}' for c in found)}."
 
 
 def _room(low: float, high: float) -> tuple[float, float]:
@@ -188,7 +200,8 @@ def roc_panel(run: RunData, all_curves: tuple[TaskCurves, ...]) -> Panel:
         axes.legend(loc="lower right")
 
     caption = f"Predictions of step {run.predictions_step}. Higher and further left is better."
-    return draw("roc", title, caption + (f" {undefined}." if undefined else "") + _more(len(drawn)), paint, height=3.7)
+    caption += (f" {undefined}." if undefined else "") + _weightless(all_curves) + _more(len(drawn))
+    return draw("roc", title, caption, paint, height=3.7)
 
 
 def length_panel(summaries: tuple[LengthSummary, ...]) -> Panel:

@@ -66,17 +66,44 @@ def test_ties_are_one_straight_piece(tmp_path: Path) -> None:
 def test_bins_hold_equal_counts_and_their_sums_are_the_totals(tmp_path: Path) -> None:
     label, prediction, weight = sample(30_000)
     path = write(tmp_path / "p.parquet", label_a=label, prediction_a=prediction, weight_a=weight)
+    counted = weight > 0
+    tenth = int(counted.sum()) // 10
     (curves,) = read_curves(path, bins=10)
     counts = np.array([b.count for b in curves.bins])
-    assert counts.sum() == 30_000
-    assert np.abs(counts - 3_000).max() <= 30
+    assert (counts.sum(), curves.weightless, curves.rows) == (counted.sum(), 30_000 - counted.sum(), 30_000)
+    assert np.abs(counts - tenth).max() <= 30
     weights = np.array([b.weight for b in curves.bins])
     exact = weight.astype(np.float64)
     assert weights.sum() == pytest.approx(exact.sum())
     assert weights @ [b.mean_prediction for b in curves.bins] == pytest.approx((exact * prediction).sum())
     assert weights @ [b.rate for b in curves.bins] == pytest.approx((exact * label).sum())
-    order = np.argsort(prediction, kind="stable")[3_000:6_000]  # the second tenth, up to cells at its edges
+    label, prediction, weight = label[counted], prediction[counted], weight[counted]
+    order = np.argsort(prediction, kind="stable")[tenth : 2 * tenth]  # the second tenth, up to cells at its edges
     assert curves.bins[1].rate == pytest.approx(np.average(label[order], weights=weight[order]), abs=2e-3)
+
+
+def test_rows_of_weight_0_count_nowhere_but_apart(tmp_path: Path) -> None:
+    """Curves, bins and whiskers are those of the file without these rows, whatever they hold."""
+    label, prediction, weight = sample(3_000)
+    weight[:5], label[0], prediction[1], prediction[2] = 0, 7, np.nan, 1.5
+    keep = weight > 0
+    paths = [
+        write(tmp_path / f"{name}.parquet", label_a=label[rows], prediction_a=prediction[rows], weight_a=weight[rows])
+        for name, rows in (("all", np.ones(3_000, bool)), ("kept", keep))
+    ]
+    (whole,), (kept,) = (read_curves(path) for path in paths)
+    assert 500 < whole.weightless == 3_000 - kept.rows
+    assert (whole.skipped, kept.skipped, kept.weightless) == (0, 0, 0)
+    assert whole.bins == kept.bins
+    assert np.array_equal(whole.roc_fpr, kept.roc_fpr)
+    assert np.array_equal(whole.roc_tpr, kept.roc_tpr)
+
+
+def test_only_rows_of_weight_0_are_undefined(tmp_path: Path) -> None:
+    columns = {"label_a": np.float32([0, 1]), "prediction_a": np.float32([0.1, 0.2]), "weight_a": np.zeros(2)}
+    (curves,) = read_curves(write(tmp_path / "p.parquet", **columns))
+    assert (curves.rows, curves.weightless, curves.bins, curves.roc_fpr) == (2, 2, (), None)
+    assert curves.problem == "undefined: no row has weight"
 
 
 @pytest.mark.parametrize(("value", "only"), [(0.0, "0"), (1.0, "1")])

@@ -232,6 +232,19 @@ def test_predictions_that_are_no_probabilities_are_noted(make_run: MakeRun) -> N
     assert "1 of 3 rows of task 'click' have a prediction outside [0, 1]" in report(run)[0].text
 
 
+def test_rows_of_weight_0_are_told_apart_in_the_captions(make_run: MakeRun) -> None:
+    run = make_run(tasks=("click",), steps=20)
+    weight = np.ones(1500)
+    weight[:1200] = 0
+    chance = np.linspace(0.1, 0.9, 1500)
+    columns = {"label.click": np.arange(1500) % 2.0, "prediction.click": chance, "weight.click": weight}
+    pq.write_table(pa.table(columns), run / "predictions-20.parquet")
+    page, text, _ = report(run)
+    assert "15 bins with about equal numbers of rows (20 to 20)" in page.text
+    assert page.text.count("1,200 rows of weight 0 count nowhere.") == 2, "under calibration and ROC"
+    assert "What is missing" not in text, "open labels are nothing odd"
+
+
 def test_html_and_markdown_show_the_same_tables(completed: tuple[Page, str, str]) -> None:
     page, _, markdown = completed
     cells = []
