@@ -31,7 +31,7 @@ def report(moves: list[Move], *, unit: str, verbose: bool) -> int:
     """Print the table; 1 if the gate fails."""
 
     def text(value: float) -> str:
-        return f"{value:,.0f}" if unit == "count" else f"{value * 1e3:.3f} ms"
+        return f"{value:,.0f}" if unit == "count" else f"{value:.3f} x"
 
     shown = table(moves, unit=text, show_same=verbose)
     print(*([shown] if shown else []), summary(moves), sep="\n")
@@ -55,7 +55,7 @@ def counters(arguments: argparse.Namespace) -> int:
 
 
 def times(arguments: argparse.Namespace) -> int:
-    """Compare the times of two commits on this machine."""
+    """Compare the times of two commits on this machine, in multiples of the base's calls."""
     from gate_times import compare_commits, estimates, newest_recorded_ancestor, warn_about_uncommitted
 
     repo = Path(arguments.repo).resolve()
@@ -65,7 +65,7 @@ def times(arguments: argparse.Namespace) -> int:
         repo, base, arguments.head, cases=arguments.cases, rounds=arguments.rounds
     )
     moves = compare(estimates(base_samples), estimates(head_samples), read_limits(LIMITS).of_time)
-    return report(moves, unit="seconds", verbose=True)
+    return report(moves, unit="calls of the base", verbose=True)
 
 
 def noise(arguments: argparse.Namespace) -> int:

@@ -86,17 +86,14 @@ def asv(
     *arguments: str,
     allowed: Sequence[int] = (0,),
     config_folder: Path = SCRATCH,
-    quiet: bool = False,
+    **variables: str,
 ) -> int:
-    """Run asv; its exit code, which must be one of `allowed`."""
+    """Run asv with these environment variables more; its exit code, which must be one of `allowed`."""
     command = [sys.executable, "-m", "asv", "--config", str(workplace.config(config_folder)), *arguments]
-    environment = {**os.environ, **THREADS, "PYTHONHASHSEED": "0"}
-    output = subprocess.PIPE if quiet else None
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, text=True
-    )
+    environment = {**os.environ, **THREADS, "PYTHONHASHSEED": "0", **variables}
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, check=False)
     if done.returncode not in allowed:
-        raise GateError(f"asv {' '.join(arguments)} ended with code {done.returncode}\n{done.stdout or ''}")
+        raise GateError(f"asv {' '.join(arguments)} ended with code {done.returncode}")
     return done.returncode
 
 
@@ -111,16 +108,29 @@ def git(*arguments: str, repo: Path = ROOT) -> str:
 def continuous(workplace: Workplace, base: str, head: str, *, cases: str, rounds: int | None = None) -> None:
     """`asv continuous`, its rounds interleaved (base head, head base, ...), samples kept; fills workplace.results.
 
-    Its own verdict (one factor for all) is not used: ours needs a ratio per case, and reads the samples it stored.
+    The suites find a checkout of the base in GEMLINE_BASE and measure in multiples of its calls (see companion.py for
+    why interleaved rounds alone do not suffice). asv's own verdict (one factor for all) is not used: ours needs a ratio
+    per case, and reads the samples it stored.
     """
     shutil.rmtree(workplace.results, ignore_errors=True)
+    checkout = SCRATCH / "base"
+    export(workplace.repo, base, checkout)
     options = ["--attribute", f"rounds={rounds}"] if rounds else []
     asv(
         workplace,
         *("continuous", "--interleave-rounds", "--record-samples", "--show-stderr", "--machine", write_machine()),
         *("--bench", f"^({cases})\\.time_cpu$", *options, base, head),
         allowed=(0, 1, 2),
+        GEMLINE_BASE=str(checkout),
     )
+
+
+def export(repo: Path, commit: str, target: Path) -> None:
+    """The files of a commit, without its history, in a fresh folder."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    archive = subprocess.run(["git", "archive", commit], cwd=repo, capture_output=True, check=True).stdout
+    subprocess.run(["tar", "-x", "-C", str(target)], input=archive, check=True)
 
 
 def result_files(results: Path) -> list[Path]:

@@ -1,7 +1,8 @@
 """The timed half of the gate: two commits on one machine in one job, by one ruler, through asv.
 
-Rounds are interleaved by asv (base head, head base, ...), so that a machine that slows down slows both. The ruler is
-the working tree's benchmarks; the commits are installed one after the other into one environment.
+Rounds are interleaved by asv (base head, head base, ...), and each call of either stands between calls of the base in a
+process beside it, so that a machine that slows down slows all alike. The ruler is the working tree's benchmarks; the
+commits are installed one after the other into one environment.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def warn_about_uncommitted(repo: Path) -> None:
 def compare_commits(
     repo: Path, base: str, head: str, *, cases: str = ".*", rounds: int | None = None
 ) -> tuple[Samples, Samples]:
-    """(case -> samples in seconds at base, the same at head)."""
+    """(case -> samples at base, the same at head), in multiples of a call of the base made beside each."""
     base, head = (git("rev-parse", f"{name}^{{commit}}", repo=repo) for name in (base, head))
     if base == head:
         raise GateError(f"base and head are the same commit {base[:8]}")

@@ -42,7 +42,7 @@ class Case:
     check: Callable[[Any, Any], None]
     count: Callable[[Any, Callable[[Any], Any]], dict[str, int]]
     formula: Callable[[Any], dict[str, int]] | None = None
-    repeat: int = 30
+    repeat: int = 200
     timed: bool = True
     version: int = 1
 

@@ -132,6 +132,7 @@ CASES = (
         run=run_layout,
         check=check_layout,
         count=lambda inputs, run: {"python_calls": python_calls(lambda: run(inputs))},
+        repeat=40,
     ),
     Case(
         name="comm.axes",

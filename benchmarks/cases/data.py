@@ -96,6 +96,7 @@ CASES = tuple(
         check=check,
         count=count_tensors,
         formula=tensor_bytes,
+        repeat=40,
     )
     for order, shape in (("shuffled", "ragged"), ("shuffled", "uniform"), ("in_order", "ragged"))
 )

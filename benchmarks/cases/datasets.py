@@ -35,5 +35,6 @@ CASES = (
         run=run,
         check=check,
         count=count_tensors,
+        repeat=40,
     ),
 )

@@ -273,7 +273,7 @@ STEPS = tuple(
         check=check_step,
         count=count_tensors,
         formula=useful_flops,
-        repeat=10,
+        repeat=20,
     )
     for shape in ("ragged", "uniform")
 )
@@ -295,5 +295,6 @@ CASES = (
         check=check_checkpoint,
         count=count_tensors,
         formula=lambda inputs: {"file_bytes": inputs["bytes"]},
+        repeat=40,
     ),
 )

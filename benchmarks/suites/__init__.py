@@ -1,21 +1,24 @@
 """asv's view of the cases: a class per case with one time, and one with a track per counter. No other code.
 
-asv asks for a module per package and names to find in it; `fill` makes them from the list of cases. The time is CPU
-time of this process and its children, corrected for the machine's speed of the moment (timing.YardstickClock); one
-thread (ci/gate_asv.py sets the variables). Inputs are made and checked once a process, counters of all cases taken once
-a commit.
+asv asks for a module per package and names to find in it; `fill` makes them from the list of cases. Times are CPU times
+of one thread. In the gate (GEMLINE_BASE names a checkout of the base) they are multiples of the base's call, measured
+call by call beside it (companion.py); otherwise seconds, corrected by a yardstick (timing.YardstickClock). Inputs are
+made and checked once a process, counters of all cases taken once a commit.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cases import Case, all_cases, prepare
+from companion import CannotPrepareError, Companion, PairedClock, package_folders
 from timing import YardstickClock
 
 from suites.counters import take_counters
@@ -33,12 +36,30 @@ class Timed:
     rounds = ROUNDS
     warmup_time = 0.05
     number = 1
-    timeout = 120
+    timeout = 300
 
     def setup(self, *_: Any) -> None:
         if self._prepared is None:
-            self.timer = YardstickClock()  # asv reads the attributes again after setup
+            base = os.environ.get("GEMLINE_BASE")
+            companion = self.companion(Path(base)) if base else None
             self._prepared = prepare(self._case)
+            self.timer = PairedClock(companion) if companion else YardstickClock()  # asv reads it after setup
+
+    def companion(self, base: Path) -> Companion:
+        """The base's version of the case, on the core that this process shall stay on too."""
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        case = self._case
+
+        def prepared() -> Callable[[], object]:
+            inputs = prepare(case)
+            return lambda: case.run(inputs)
+
+        try:
+            return Companion(prepared, package_folders(base))
+        except CannotPrepareError as error:
+            raise NotImplementedError(
+                f"the base cannot run {case.name}, so there is nothing to compare: {error}"
+            ) from None
 
     def run_case(self) -> None:
         self._case.run(self._prepared)
@@ -67,7 +88,7 @@ def timed_class(case: Case, name: str, module: str) -> type:
     def time_cpu(self: Timed) -> None:
         self.run_case()
 
-    method = named(time_cpu, "time_cpu", f"{case.name}.time_cpu", f"yardstick {case.version}")
+    method = named(time_cpu, "time_cpu", f"{case.name}.time_cpu", f"cpu {case.version}")
     return type(name, (Timed,), {"_case": case, "repeat": case.repeat, "time_cpu": method, "__module__": module})
 
 
