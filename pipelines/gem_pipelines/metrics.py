@@ -117,6 +117,20 @@ def calibration(sums: BinarySums) -> float | None:
     return sums.predicted / sums.positive if sums.positive > 0 else None
 
 
+def sum_figures(sums: BinarySums) -> dict[str, float | None]:
+    """The four figures that follow from sums.
+
+    >>> sum_figures(BinarySums.of(np.array([0.5, 0.5]), np.array([1.0, 0.0]), np.array([1.0, 1.0])))
+    {'log_loss': 0.6931471805599453, 'ne': 1.0, 'calibration': 1.0, 'rate': 0.5}
+    """
+    return {
+        "log_loss": log_loss(sums),
+        "ne": normalized_entropy(sums),
+        "calibration": calibration(sums),
+        "rate": rate(sums),
+    }
+
+
 def auc(p_N: FloatArray, y_N: FloatArray, w_N: FloatArray) -> float | None:
     """Exact weighted area under the ROC curve; None unless both classes have weight.
 
@@ -208,6 +222,15 @@ class TaskMetrics:
     def lifetime_sums(self) -> dict[str, BinarySums]:
         """Sums since the start of the run."""
         return dict(self._lifetime)
+
+    def record(self) -> dict[str, dict[str, Any]]:
+        """What a "train" record says of them: all figures as "window" and "lifetime", NE once more by itself."""
+        found: dict[str, dict[str, Any]] = {}
+        for span, sums in (("window", self.window_sums()), ("lifetime", self.lifetime_sums())):
+            figures = {task: sum_figures(sums[task]) for task in self.tasks}
+            found[f"{span}_ne"] = {task: figures[task]["ne"] for task in self.tasks}
+            found[span] = figures
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; floats survive the round trip bit for bit."""

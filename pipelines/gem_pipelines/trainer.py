@@ -24,7 +24,7 @@ from gem_pipelines.config import RunConfig
 from gem_pipelines.errors import RemoteError
 from gem_pipelines.features import to_model_input
 from gem_pipelines.loss import bce_by_task, mean_by_task, metric_sums, scaled_loss
-from gem_pipelines.metrics import BinarySums, TaskMetrics, normalized_entropy
+from gem_pipelines.metrics import BinarySums, TaskMetrics
 from gem_pipelines.model.flops import PARTS as MODEL_PARTS
 from gem_pipelines.model.flops import training_flops
 from gem_pipelines.optimizer import DenseOptimizer
@@ -201,8 +201,7 @@ class Trainer:
             "loss_by_task": {
                 task: float(loss) if present[task] else None for task, loss in zip(self.tasks, loss_T, strict=True)
             },
-            "window_ne": {task: normalized_entropy(s) for task, s in self.metrics.window_sums().items()},
-            "lifetime_ne": {task: normalized_entropy(s) for task, s in self.metrics.lifetime_sums().items()},
+            **self.metrics.record(),
             "learning_rate": lr,
             "grad_norm": grad_norm,
             "rows": totals.rows,

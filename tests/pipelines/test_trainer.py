@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
+from gem_pipelines.metrics import evaluate_task
 from gem_pipelines.timing import PartClock
 from gem_pipelines.trainer import LossError, resolve_task_weights
 
@@ -90,6 +92,30 @@ def test_records_count_rows_events_and_epochs(make_job, take_steps):
     assert [record["epoch"] for record in records] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert records[7]["tokens"] == 2 * records[3]["tokens"]
     assert records[0]["window_ne"]["click"] == records[0]["lifetime_ne"]["click"]
+
+
+def test_window_and_lifetime_hold_the_four_figures_of_their_rows(make_job, take_steps, monkeypatch):
+    """Against the metrics of all predictions at once: of the last two steps, and of all."""
+    job = make_job(train={"metric_window": 2})
+    forward, seen = job.trainer._forward, []
+
+    def recording(batch, **options):
+        logits_BT = forward(batch, **options)
+        seen.append((logits_BT.detach().sigmoid().double().numpy(), batch.labels.numpy(), batch.weights.numpy()))
+        return logits_BT
+
+    monkeypatch.setattr(job.trainer, "_forward", recording)
+    record = take_steps(job, 5)[-1]
+    for span, steps in (("window", seen[-2:]), ("lifetime", seen)):
+        assert list(record[span]) == ["click", "conversion"]
+        for t, task in enumerate(record[span]):
+            p_N, y_N, w_N = (np.concatenate([step[part][:, t] for step in steps]) for part in range(3))
+            wanted = evaluate_task(np.zeros(len(p_N), dtype=np.int64), p_N, y_N, w_N)
+            figures = record[span][task]
+            assert list(figures) == ["log_loss", "ne", "calibration", "rate"]
+            assert figures == pytest.approx({name: wanted[name] for name in figures}, rel=1e-5)
+            assert record[f"{span}_ne"][task] == figures["ne"]
+    assert record["window"]["click"]["calibration"] != record["lifetime"]["click"]["calibration"]
 
 
 def test_the_tables_follow_the_schedule(make_job, take_steps, monkeypatch):
