@@ -4,7 +4,7 @@
     a          = any attention call
     y          = gated_linear(a, u, out, x, spec=..., impl=...)             act(u) * norm(a), product, residual
 
-impl "reference" is the definition in float32/64, "eager" the same formulas in the input's dtype, "triton" fused kernels
+impl "reference" is the definition in float32/64, "eager" its steps in the input's dtype, "triton" fused kernels
 (GPU, or the CPU in Triton's interpreter). Nothing falls back; CannotRunError says why.
 Letters: T tokens, D width, H heads, K head dim of q and k, E head dim of v, C = H * E, N an output's width.
 """
@@ -17,10 +17,9 @@ from torch import Tensor
 
 from gem_attention import block_reference
 from gem_attention.block_recompute import Rebuilt
-from gem_attention.block_reference import finish, products, rotary_table, wide_dtype
+from gem_attention.block_reference import finish, library_norm, products, rotary_table, wide_dtype
 from gem_attention.block_validation import check_gate, check_gated_linear, check_norm_linear
 from gem_attention.interface import BlockImpl, CannotRunError, GateSpec, HstuSpec, ProjectionSpec, RecomputeSpec
-from gem_attention.norms import normalize
 
 __all__ = ["gated", "gated_linear", "hstu_block", "norm_linear", "rotary_table"]
 IMPLEMENTATIONS = ("reference", "eager", "triton")
@@ -51,9 +50,8 @@ def norm_linear(
 
         outs: tuple[Tensor, ...] = NormLinear.apply(x_TD, weight_ND, table, spec, not recompute.preactivations)
         return outs
-    dtype = wide_dtype(x_TD) if impl == "reference" else x_TD.dtype
     if impl == "reference":
-        return block_reference.norm_linear(x_TD, weight_ND, spec=spec, table=table, dtype=dtype)
+        return block_reference.norm_linear(x_TD, weight_ND, spec=spec, table=table, dtype=wide_dtype(x_TD))
     return _eager_norm_linear(x_TD, weight_ND, table, spec, recompute)
 
 
@@ -63,7 +61,7 @@ def _eager_norm_linear(
     """The reference's steps in x's dtype, without keeping what `recompute` names."""
 
     def normed() -> Tensor:
-        return normalize(x_TD, norm=spec.norm, eps=spec.eps)
+        return library_norm(x_TD, norm=spec.norm, eps=spec.eps)
 
     normed_TD = normed()
     with Rebuilt([normed_TD], lambda: [normed()], needs=[x_TD], active=recompute.normed_x):
@@ -85,8 +83,9 @@ def gated(attention_THE: Tensor, u_TC: Tensor, *, spec: GateSpec, impl: BlockImp
 
         out: Tensor = Gated.apply(attention_THE, u_TC, spec)
         return out
-    dtype = wide_dtype(u_TC) if impl == "reference" else u_TC.dtype
-    return block_reference.gated(attention_THE, u_TC, spec=spec, dtype=dtype)
+    if impl == "reference":
+        return block_reference.gated(attention_THE, u_TC, spec=spec, dtype=wide_dtype(u_TC))
+    return block_reference.gated(attention_THE, u_TC, spec=spec, dtype=u_TC.dtype, normalize=library_norm)
 
 
 def gated_linear(

@@ -9,13 +9,14 @@ Letters: T tokens, D width of the model, N width of an output, H heads, K head d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gem_attention.interface import GateSpec, ProjectionSpec
+from gem_attention.interface import GateSpec, NormKind, ProjectionSpec
 from gem_attention.norms import normalize
 
 
@@ -71,7 +72,21 @@ def norm_linear(
     return tuple(finish(part, i, table, spec).to(x_TD.dtype) for i, part in enumerate(parts))
 
 
-def gated(attention_THE: Tensor, u_TC: Tensor, *, spec: GateSpec, dtype: torch.dtype) -> Tensor:
+def library_norm(x: Tensor, *, norm: NormKind, eps: float) -> Tensor:
+    """norms.normalize by torch's own functions, which keep x and two numbers a row instead of several copies of x."""
+    if norm == "layer":
+        return F.layer_norm(x, x.shape[-1:], eps=eps)
+    return F.rms_norm(x, x.shape[-1:], eps=eps)
+
+
+def gated(
+    attention_THE: Tensor,
+    u_TC: Tensor,
+    *,
+    spec: GateSpec,
+    dtype: torch.dtype,
+    normalize: Callable[..., Tensor] = normalize,
+) -> Tensor:
     """act(u) * norm(attention), (T, H * E)."""
     rows = attention_THE if spec.per_head else attention_THE.flatten(1)
     normed = normalize(rows.to(dtype), norm=spec.norm, eps=spec.eps).reshape(u_TC.shape)
