@@ -137,6 +137,7 @@ def restore(directory: Path, trainer: Trainer, loader: Loader) -> None:
 def find_mismatches(checkpoint: Checkpoint, trainer: Trainer) -> list[str]:
     """Every difference that forbids loading, one line each."""
     problems = _config_mismatches(checkpoint.about["config"], trainer.config)
+    problems += _schedule_mismatches(checkpoint.state["optimizer"], trainer)
     stored = checkpoint.about["versions"]["interfaces"]
     for name, version in installed_versions().items():
         if name in stored and stored[name][0] != version[0]:
@@ -159,6 +160,17 @@ def find_mismatches(checkpoint: Checkpoint, trainer: Trainer) -> list[str]:
     if tasks != set(trainer.tasks):
         problems.append(f"tasks: stored {sorted(tasks)}, expected {sorted(trainer.tasks)}")
     return problems
+
+
+def _schedule_mismatches(stored: dict[str, Any], trainer: Trainer) -> list[str]:
+    """All but the constant schedule know how long they are: another length would change every later step."""
+    schedule, steps = stored["schedule"], trainer.optimizer.total_steps
+    if schedule["kind"] == "constant" or schedule["total_steps"] == steps:
+        return []
+    return [
+        f"optimizer.schedule {schedule['kind']!r} was laid out over {schedule['total_steps']} steps, this run has "
+        f"{steps}: leave train.steps and train.epochs as they were (only optimizer.schedule 'constant' can be extended)"
+    ]
 
 
 def _config_mismatches(stored_json: Any, config: RunConfig) -> list[str]:

@@ -5,7 +5,8 @@ by dotted name (`--optimizer.lr 1e-3`); the resolved config is saved in the run 
 There is no other place that configures: no environment variables, no registries, no files that include files. Types
 are checked when a config is made, and a bool is never taken for an int.
 
-Changing a value of `FREE_ON_RESUME` when a run is resumed does not change what a step computes; changing any other is
+Changing a value of `FREE_ON_RESUME` when a run is resumed does not change what a step computes (up to rounding for
+another device or mesh; another number of steps is refused unless the schedule is constant); changing any other is
 refused.
 """
 

@@ -29,6 +29,10 @@ from gem_pipelines.parallel_dense import Placement, WholeParameters
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "step")
 
 
+class GradientError(ValueError):
+    """The gradients are not finite numbers; the dense parameters were not updated."""
+
+
 def learning_rate_factor(step: int, *, warmup_steps: int, total_steps: int, schedule: str, floor: float) -> float:
     """factor(step) of the module's docstring.
 
@@ -91,15 +95,26 @@ class DenseOptimizer:
         )
 
     def step(self, step: int) -> tuple[float, float]:
-        """Clip and update; returns (learning rate used, gradient norm before clipping). Gradients are cleared."""
+        """Clip and update; returns (learning rate used, gradient norm before clipping). Gradients are cleared.
+
+        Raises GradientError, with dense parameters and their state as they were, where the norm is not finite; it is
+        the norm over all ranks, so all raise.
+        """
         lr = self.config.lr * self.factor(step)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         limit = self.config.max_grad_norm
-        norm = self.placement.clip(self.named.values(), math.inf if limit is None else limit)
+        norm = float(self.placement.clip(self.named.values(), math.inf if limit is None else limit))
+        if not math.isfinite(norm):
+            self.adamw.zero_grad(set_to_none=True)
+            raise GradientError(
+                f"step {step + 1}: the norm of the dense gradients is {norm}; the dense parameters were not changed, "
+                "but the tables have taken this batch, so the run ends here without a checkpoint of this step. Start "
+                "anew with a lower optimizer.lr or tables.lr, or with optimizer.max_grad_norm."
+            )
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        return lr, float(norm)
+        return lr, norm
 
     def state_tensors(self) -> dict[str, Tensor]:
         """ "<parameter>.<state>" -> whole tensor, for parameters that were updated at least once. A collective where

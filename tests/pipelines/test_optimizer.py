@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from gem_pipelines.config import OptimizerConfig
-from gem_pipelines.optimizer import DenseOptimizer, learning_rate_factor
+from gem_pipelines.optimizer import DenseOptimizer, GradientError, learning_rate_factor
 from torch import nn
 
 
@@ -69,6 +69,22 @@ def test_clipping_scales_to_the_limit():
     for parameter, w, g in zip(model.parameters(), before, gradients, strict=True):
         clipped = g * 0.5 / norm
         torch.testing.assert_close(parameter.detach(), w - 0.1 * clipped / (clipped.abs() + 1.0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("limit", [1.0, None])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad, limit):
+    model, optimizer = make(OptimizerConfig(lr=0.1, warmup_steps=0, max_grad_norm=limit))
+    set_gradients(model, 1)
+    optimizer.step(0)
+    before = [value.clone() for value in [*model.parameters(), *optimizer.state_tensors().values()]]
+    set_gradients(model, 2)
+    model[0].weight.grad[1, 2] = bad
+    with pytest.raises(GradientError, match=r"step 2: the norm of the dense gradients is (nan|inf)"):
+        optimizer.step(1)
+    after = [*model.parameters(), *optimizer.state_tensors().values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_state_continues_bit_for_bit():

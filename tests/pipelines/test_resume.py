@@ -87,6 +87,14 @@ def test_ten_steps_and_ten_more_equal_twenty(straight, debug_data, tmp_path):
     assert figures(runs[0]) != figures(straight)
 
 
+def test_a_schedule_laid_out_over_its_steps_cannot_be_extended(straight, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(straight, run)
+    assert main(["train", "--resume", "--run-dir", str(run), "--train.steps", str(STEPS + 5)]) == 1
+    assert f"was laid out over {STEPS} steps, this run has {STEPS + 5}" in capsys.readouterr().err
+    assert figures(run) == figures(straight)
+
+
 def test_the_data_may_have_moved_but_not_changed(straight, debug_data, tmp_path, capsys):
     run, moved, other = tmp_path / "run", tmp_path / "moved", tmp_path / "other"
     shutil.copytree(straight, run)
