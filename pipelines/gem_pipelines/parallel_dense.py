@@ -14,6 +14,7 @@ Cost of `gather`: every tensor whole on every rank's CPU, one after the other th
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
@@ -135,6 +136,8 @@ def _local(part: Tensor) -> Tensor:
 
 def shard_parameters(model: nn.Module, meshes: Meshes, experts: Iterable[nn.Module]) -> nn.Module:
     """Cut the parameters of `model` in place: experts over "shard", all others over "shard_expert"."""
+    # Some members end in a view; it is only ever stacked, never changed in place, which is what torch warns of.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for expert in experts:
         fully_shard(expert, mesh=meshes.experts, reshard_after_forward=True)
     for layer in model.layers:
@@ -142,7 +145,7 @@ def shard_parameters(model: nn.Module, meshes: Meshes, experts: Iterable[nn.Modu
     fully_shard(model, mesh=meshes.shared, reshard_after_forward=False)
     for module in model.modules():
         # A rank that did not use a parameter must still bring its zeros. torch before 2.13 has no such switch; the
-        # models here use every parameter on every batch (tests/pipelines/test_parallel.py).
+        # models here give every parameter a gradient on every batch, which tests/pipelines/test_parallel.py holds.
         if isinstance(module, FSDPModule) and hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
     return model

@@ -115,7 +115,7 @@ class ExpertParts(nn.ModuleDict):
             send_rows=[mine * tokens for tokens in self._tokens],
             receive_rows=[count * own_tokens for count in rows],
         )
-        x_SND = scale_gradient(received.view(sum(rows), own_tokens, -1), comm.size)
+        x_SND = scale_gradient(received.view(sum(rows), own_tokens, x_BND.shape[-1]), comm.size)
         parts = x_SND.split(self._own_parts, dim=1)
         y_SMD = torch.cat([expert(part) for expert, part in zip(self.values(), parts, strict=True)], dim=1)
         made = y_SMD.shape[1]  # equal on all ranks: experts make equally many tokens
@@ -125,7 +125,7 @@ class ExpertParts(nn.ModuleDict):
             send_rows=[count * made for count in rows],
             receive_rows=[mine * made] * comm.size,
         )
-        return torch.cat(back.view(comm.size, mine, made, -1).unbind(), dim=1)
+        return torch.cat(back.view(comm.size, mine, made, x_BND.shape[-1]).unbind(), dim=1)
 
 
 def place_experts(model: nn.Module, group: ExpertGroup) -> dict[str, int]:

@@ -1,0 +1,151 @@
+"""Parallel sections and expert parallelism without processes: ranks are threads, the oracle is the plain module."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from gem_comm.reference import run_ranks, thread_groups
+from gem_pipelines.config import ParallelConfig, RunConfig
+from gem_pipelines.errors import ConfigError
+from gem_pipelines.model.config import InteractionConfig
+from gem_pipelines.model.dhen import Dhen
+from gem_pipelines.model.gem import GemModel
+from gem_pipelines.model.plan import plan_model
+from gem_pipelines.model.testing import KINDS, make_config, make_inputs, make_schema
+from gem_pipelines.model.wukong import WukongExperts
+from gem_pipelines.parallel_experts import ExpertGroup, ExpertParts, ExpertSum, place_experts
+from gem_pipelines.parallel_mesh import mesh_spec
+from gem_pipelines.recipes import find_recipe
+from torch import nn
+
+TOKENS, DIM = 7, 6
+
+
+def test_what_is_left_of_the_world_is_copies_of_the_model_and_parts_of_the_tables():
+    spec = mesh_spec(ParallelConfig(expert=2, shard=2), 8)
+    assert (spec.expert, spec.shard, spec.replicate) == (2, 2, 2)
+    assert (spec.table_shard, spec.table_replica) == (8, 1)
+    spec = mesh_spec(ParallelConfig(table_replica=4, fully_sharded=True), 8)
+    assert (spec.replicate, spec.table_shard, spec.table_replica, spec.fully_sharded) == (8, 2, 4, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (ParallelConfig(shard=3), r"shard 3 x replicate 2 = 6, table_shard 8 x table_replica 1 = 8; both .* 8"),
+        (ParallelConfig(table_shard=2, table_replica=2), r"table_shard 2 x table_replica 2 = 4; both"),
+        (ParallelConfig(expert=16), r"expert 16 x shard 1 x replicate 1 = 16"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_prints_both_products(config, words):
+    with pytest.raises(ConfigError, match=words):
+        mesh_spec(config, 8)
+
+
+def test_averages_and_checkpoints_must_meet():
+    every = ParallelConfig(table_replica=2, table_sync="average", table_sync_every=4)
+    debug = find_recipe("debug")
+    with pytest.raises(ConfigError, match=r"checkpoint_every 10 .* multiple of table_sync_every"):
+        dataclasses.replace(debug, parallel=every)
+    fitting = dataclasses.replace(debug.train, checkpoint_every=8)
+    assert isinstance(dataclasses.replace(debug, parallel=every, train=fitting), RunConfig)
+    with pytest.raises(ConfigError, match="accumulate 1"):
+        dataclasses.replace(debug, parallel=every, train=fitting, data=dataclasses.replace(debug.data, accumulate=2))
+    with pytest.raises(ConfigError, match="exchanged at every step"):
+        ParallelConfig(table_sync_every=2)
+
+
+def interaction(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    own = InteractionConfig(
+        kind=kind,
+        members=("fm", "linear", "dcn", "attention"),
+        experts=4,
+        fm_tokens=4,
+        linear_tokens=4,
+        rank=3,
+        hidden=(5,),
+        dcn_rank=2,
+    )
+    made = {"dhen": Dhen, "experts": WukongExperts}[kind](TOKENS, make_config(interaction=own, dim=DIM))
+    return made.double()
+
+
+@pytest.mark.parametrize("rows", [(3, 2), (0, 4), (1, 0, 2, 5)])
+@pytest.mark.parametrize("kind", ["dhen", "experts"])
+def test_experts_over_ranks_are_the_plain_module(kind, rows):
+    """Outputs, gradients of the inputs, and gradients of each expert (divided by the ranks) with uneven rows."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(count, TOKENS, DIM, generator=generator, dtype=torch.float64) for count in rows]
+    weights = [torch.randn(count, 8, DIM, generator=generator, dtype=torch.float64) for count in rows]
+    plain = interaction(kind)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    expected = plain(torch.cat(leaves))
+    (expected * torch.cat(weights)).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    ranks = thread_groups([tuple(range(len(rows)))], axis="expert")
+
+    def one(rank: int) -> dict[str, Any]:
+        module, group = modules[rank], ExpertGroup(ranks[rank], torch.device("cpu"))
+        group.rows = rows
+        if kind == "dhen":
+            module.members = ExpertSum(module.members, group, "here")
+        else:
+            module.experts = ExpertParts(module.experts, group, "here")
+        x = inputs[rank].clone().requires_grad_()
+        y = module(x)
+        (y * weights[rank]).sum().backward()
+        return {"y": y.detach(), "x": x.grad, "own": {n: p.grad for n, p in module.named_parameters()}}
+
+    modules = [interaction(kind) for _ in rows]  # one after the other: they draw from one generator
+    found = run_ranks(len(rows), one)
+    close = {"rtol": 1e-12, "atol": 1e-12}
+    torch.testing.assert_close(torch.cat([each["y"] for each in found]), expected.detach(), **close)
+    for each, leaf in zip(found, leaves, strict=True):
+        torch.testing.assert_close(each["x"], leaf.grad, **close)
+    seen = set()
+    for each in found:
+        experts = {n: g for n, g in each["own"].items() if n.startswith(("members.", "experts."))}
+        for name, grad in experts.items():
+            torch.testing.assert_close(grad * len(rows), gradients[name], **close)
+        assert not seen & experts.keys()
+        seen |= experts.keys()
+    assert seen == {name for name in gradients if name.startswith(("members.", "experts."))}
+
+
+def build(kind: str) -> GemModel:
+    config = KINDS[kind]
+    return GemModel(plan_model(make_schema(), config), config)
+
+
+def test_layers_without_experts_and_numbers_that_do_not_divide_are_refused():
+    pair = thread_groups([(0, 1)], axis="expert")
+    with pytest.raises(ConfigError, match=r"layers\.0\.interaction is a Wukong, which has no experts"):
+        place_experts(build("hstu"), ExpertGroup(pair[0], torch.device("cpu")))
+    with pytest.raises(ConfigError, match=r"does not divide the 5 experts of layers\.0\.interaction \(fm, linear"):
+        place_experts(build("interformer"), ExpertGroup(pair[0], torch.device("cpu")))
+
+
+def test_owners_are_named_by_canonical_prefix():
+    pair = thread_groups([(0, 1)], axis="expert")
+    model = build("kunlun")
+    names = {name for name, _ in model.named_parameters()}
+    owners = place_experts(model, ExpertGroup(pair[1], torch.device("cpu")))
+    assert owners == {f"layers.{i}.interaction.experts.{e}.": e for i in range(2) for e in range(2)}
+    kept = {name for name, _ in model.named_parameters()}
+    assert names - kept == {name for name in names if ".experts.0." in name and "interaction" in name}
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize(("clicks", "views"), [([0, 0], [0, 0]), ([3, 1], [0, 0])])
+def test_every_parameter_has_a_gradient_on_every_batch(kind, clicks, views):
+    """Rows without events too: FSDP2 reduces what has a gradient, so ranks must agree on what that is."""
+    config = KINDS[kind]
+    torch.manual_seed(0)
+    model = GemModel(plan_model(make_schema(), config), config).double()
+    model(make_inputs(clicks, views)).sum().backward()
+    without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert without == []
