@@ -69,8 +69,7 @@ def _run(request: Request, runtime: Runtime) -> Outcome | None:
 
     def prepare_directory() -> None:
         if request.resume:
-            directory.write_config(config)
-            directory.forget_after(first)
+            directory.go_on(config, command=request.command, step=first)
         else:
             directory.create(config, command=request.command)
 

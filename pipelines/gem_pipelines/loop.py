@@ -90,7 +90,7 @@ class Job:
             while self.trainer.position.step < self.total_steps:
                 self._one_step(steps, peak)
                 self._save_and_evaluate()
-            end = self._end_record(time.perf_counter() - started)
+            end = self._end_record(time.perf_counter() - started, resumed_from)
             self._write(end)
         finally:
             self.display.stop()
@@ -231,7 +231,8 @@ class Job:
     def _surveyed(self) -> bool:
         return sum(file.rows for file in self.schema.files) <= self.config.train.survey_rows
 
-    def _end_record(self, seconds: float) -> dict[str, Any]:
+    def _end_record(self, seconds: float, resumed_from: int | None) -> dict[str, Any]:
+        """`seconds` and "throughput" are of this process alone, which trained what came after `resumed_from`."""
         task = self.trainer.tasks[0]
         floors: dict[str, dict[str, Any]] = {}
         if self.runtime.is_main and self._surveyed():
@@ -239,6 +240,7 @@ class Job:
         return {
             "kind": "end",
             "step": self.trainer.position.step,
+            "resumed_from": resumed_from,
             "seconds": seconds,
             "throughput": self.throughput.summary(),
             "floors": floors,

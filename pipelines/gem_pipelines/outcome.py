@@ -1,4 +1,4 @@
-"""What stands in the "end" record: throughput of the run, floors to compare with, the best NE that is possible.
+"""What stands in the "end" record: throughput of the process, floors to compare with, the best NE that is possible.
 
 Floors are what counting alone reaches on the same split (logistic regression on user and item ids, running
 like-rates). They are computed from the written tables, by gem_datasets, and printed beside the model: a model below
@@ -23,7 +23,8 @@ class Throughput:
     """Samples and tokens per second of training steps, and share of time by part on profiled ones.
 
     The first WARM_UP_STEPS steps of a process are left out (first allocations, first reads) if there are more.
-    Evaluation and checkpoints are not training time and not in it.
+    Evaluation and checkpoints are not training time and not in it. Of this process only: the report of a resumed run
+    takes its figures from the train records instead, by the same rule.
     """
 
     def __init__(self) -> None:

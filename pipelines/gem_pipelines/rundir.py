@@ -1,9 +1,9 @@
 """The run directory: everything a run leaves behind, and all that resuming and reporting read.
 
     config.json              the resolved config
-    command.txt              the command that repeats the run
-    versions.json            packages, interfaces, machine
-    metrics.jsonl            one record a line (start, train, eval, resume, end)
+    command.txt              the command that repeats the run; after a resume also the one that went on, and so forth
+    versions.json            packages, interfaces, machine; "earlier": those before a resume, where they differ
+    metrics.jsonl            one record a line (start, train, eval, end; a resumed run has a start for every process)
     tensorboard/             the same figures as TensorBoard events
     predictions-<step>.parquet
     checkpoints/step-<NNNNNNNN>/
@@ -72,6 +72,24 @@ class RunDirectory:
         write_text(self.path / "command.txt", command + "\n")
         write_text(self.path / "versions.json", json.dumps(collect_versions(), indent=2) + "\n")
         self.write_config(config)
+
+    def go_on(self, config: RunConfig, *, command: str, step: int) -> None:
+        """Note that the run goes on from `step`: its command and versions, its config, and only records up to there."""
+        commands = self.path / "command.txt"
+        before = commands.read_text() if commands.exists() else ""
+        write_text(commands, f"{before}# resumed from step {step}:\n{command}\n")
+        self._update_versions(step)
+        self.write_config(config)
+        self.forget_after(step)
+
+    def _update_versions(self, step: int) -> None:
+        """Versions of now on top; those of the processes before, which trained the steps up to `step`, as "earlier"."""
+        path, now = self.path / "versions.json", collect_versions()
+        before = json.loads(path.read_text()) if path.exists() else {}
+        earlier = before.pop("earlier", [])
+        if before and before != now:
+            earlier = [*earlier, {"up_to_step": step, **before}]
+        write_text(path, json.dumps(now | ({"earlier": earlier} if earlier else {}), indent=2) + "\n")
 
     def write_config(self, config: RunConfig) -> None:
         """Write config.json."""

@@ -62,7 +62,7 @@ def test_a_run_leaves_what_it_promises(run, debug_data):
     assert last["memory_bytes"] > 1e7
     assert evaluation["samples"] == 80
     assert set(end["floors"]) == {"logistic", "running rate"}
-    assert end["status"] == "completed"
+    assert (end["status"], end["resumed_from"]) == ("completed", None)
     assert 0 < end["best_ne"] < 1
 
 
@@ -82,6 +82,7 @@ def test_the_command_repeats_the_run(run, debug_data):
     expected = f"gemline train --recipe debug --data {debug_data} {' '.join(SMALL)}\n"
     assert (run / "command.txt").read_text() == expected
     assert repeat_command(["--run-dir=x", "--recipe", "a b"]) == "gemline train --recipe 'a b'"
+    assert repeat_command(["--run-dir=x", "--resume"], resume=True) == "gemline train --run-dir=x --resume"
 
 
 def test_the_report_can_be_written(run, tmp_path, capsys):
@@ -101,6 +102,9 @@ def test_a_run_is_neither_overwritten_nor_trained_twice(run, debug_data, capsys)
     assert (run / "checkpoints" / "step-00000003" / "manifest.json").read_bytes() == before
     kinds = [record["kind"] for record in read_records(run / "metrics.jsonl")]
     assert kinds == ["start", "train", "train", "train", "eval", "start", "eval", "end"]
+    assert read_records(run / "metrics.jsonl")[-1]["resumed_from"] == 3
+    lines = (run / "command.txt").read_text().splitlines()
+    assert lines[1:] == ["# resumed from step 3:", f"gemline train --resume --run-dir {run}"]
 
 
 def test_resuming_with_another_model_lists_what_differs(run, capsys):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 
 import pytest
+from gem_pipelines import rundir
 from gem_pipelines.errors import RunError
 from gem_pipelines.recipes import find_recipe
 from gem_pipelines.rundir import RunDirectory, json_line, read_records
@@ -23,6 +25,38 @@ def test_config_comes_back(directory):
     assert directory.read_config() == find_recipe("debug")
     assert (directory.path / "command.txt").read_text() == "gemline train --recipe debug\n"
     assert json.loads((directory.path / "versions.json").read_text())["interfaces"]["gem_data"][0] >= 1
+
+
+def test_going_on_adds_the_command_and_what_it_ran_on(directory, monkeypatch):
+    first = rundir.collect_versions()
+    directory.go_on(find_recipe("debug"), command="gemline train --resume --run-dir a", step=10)
+    assert json.loads((directory.path / "versions.json").read_text()) == first, "nothing changed, nothing to say"
+    monkeypatch.setattr(rundir, "collect_versions", lambda: first | {"torch": "9.9"})
+    directory.go_on(find_recipe("debug"), command="gemline train --resume --run-dir b", step=20)
+    versions = json.loads((directory.path / "versions.json").read_text())
+    assert versions == first | {"torch": "9.9", "earlier": [{"up_to_step": 20, **first}]}
+    monkeypatch.setattr(rundir, "collect_versions", lambda: first | {"torch": "10.0"})
+    directory.go_on(find_recipe("debug"), command="gemline train --resume --run-dir c", step=20)
+    earlier = json.loads((directory.path / "versions.json").read_text())["earlier"]
+    assert [(e["up_to_step"], e["torch"]) for e in earlier] == [(20, first["torch"]), (20, "9.9")]
+    assert (directory.path / "command.txt").read_text().splitlines() == [
+        "gemline train --recipe debug",
+        "# resumed from step 10:",
+        "gemline train --resume --run-dir a",
+        "# resumed from step 20:",
+        "gemline train --resume --run-dir b",
+        "# resumed from step 20:",
+        "gemline train --resume --run-dir c",
+    ]
+
+
+def test_going_on_forgets_the_records_after_the_checkpoint(directory):
+    config = find_recipe("debug")
+    changed = dataclasses.replace(config, train=dataclasses.replace(config.train, print_every=7))
+    directory.metrics_file.write_text("".join(json_line({"kind": "train", "step": s}) for s in (1, 2, 3)))
+    directory.go_on(changed, command="gemline train --resume", step=2)
+    assert [record["step"] for record in read_records(directory.metrics_file)] == [1, 2]
+    assert directory.read_config() == changed
 
 
 def test_a_run_is_not_overwritten(directory):

@@ -29,13 +29,18 @@ def print_outcome(outcome: Outcome) -> None:
     if speed["samples_per_s"] is not None:
         console.print(
             f"{speed['samples_per_s']:,.0f} samples/s, {speed['tokens_per_s']:,.0f} tokens/s, "
-            f"{end['seconds']:.1f} s in all",
+            f"{end['seconds']:.1f} s {_since(end['resumed_from'])}",
             highlight=False,
         )
     if speed["share_by_part"]:
         shares = ", ".join(f"{part} {100 * share:.0f} %" for part, share in speed["share_by_part"].items())
         console.print(f"time by part: {shares}", highlight=False)
     console.print(f"run: {outcome.run_dir}", highlight=False, soft_wrap=True)
+
+
+def _since(resumed_from: int | None) -> str:
+    """What the figures of the end record are of: the process that wrote it."""
+    return "in all" if resumed_from is None else f"since it was resumed from step {resumed_from}"
 
 
 def _show(value: float | None) -> str:

@@ -30,7 +30,8 @@ def main(arguments: Sequence[str]) -> int:
     from gem_pipelines.job import Request, run
 
     run_dir = Path(known.run_dir) if known.run_dir else None
-    request = Request(config=config, run_dir=run_dir, resume=known.resume, command=repeat_command(arguments))
+    command = repeat_command(arguments, resume=known.resume)
+    request = Request(config=config, run_dir=run_dir, resume=known.resume, command=command)
     outcome = run(request)
     if outcome is not None:
         print_outcome(outcome)
@@ -87,8 +88,13 @@ def _list_keys(config: RunConfig) -> str:
     return f"config keys, with the values of recipe {config.name!r}:\n" + "\n".join(lines)
 
 
-def repeat_command(arguments: Sequence[str]) -> str:
-    """The command that repeats this run: as given, without the run directory (a run is not overwritten)."""
+def repeat_command(arguments: Sequence[str], *, resume: bool = False) -> str:
+    """The command that repeats this run: as given, without the run directory (a run is not overwritten).
+
+    One that resumes keeps it: it goes on with that run.
+    """
+    if resume:
+        return shlex.join([*_program(), "train", *arguments])
     kept, skip = [], False
     for argument in arguments:
         if skip:

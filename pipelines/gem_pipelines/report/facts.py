@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gem_pipelines.report.formatting import UNDEFINED, UNKNOWN, count, duration, flatten, number, plain, quantity
-from gem_pipelines.report.run_data import RunData
+from gem_pipelines.report.run_data import WARM_UP_STEPS, RunData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,18 +101,26 @@ def status(run: RunData) -> str:
     return str(run.end.get("status", "finished"))
 
 
+def command_note(run: RunData) -> str:
+    """How to read the commands of a run that was resumed; empty for another."""
+    if len(run.starts) < 2:
+        return ""
+    return "The run was resumed: each line went on from the last, with the run directory of the one before."
+
+
 def run_table(run: RunData) -> Table:
     """What was trained, on what, for how long."""
     start, train = run.start, run.train
     parameters = start.get("parameters") if isinstance(start.get("parameters"), dict) else {}
     config = run.config or {}
     data = config.get("data") if isinstance(config.get("data"), dict) else {}
-    seconds = run.end.get("seconds") if run.end else None
+    again = run.starts[1:]
     rows = [
         ("recipe", recipe_name(run)),
         ("status", status(run)),
         ("data", str(data.get("source", UNKNOWN))),
-        ("started", str(start.get("time", UNKNOWN))),
+        ("started", str((run.starts[0] if run.starts else {}).get("time", UNKNOWN))),
+        *([("resumed", "; ".join(map(_resumption, again)))] if again else []),
         ("steps trained", count(run.last_step) if len(train.steps) else "0"),
         ("samples seen", count(_last(train.column("samples")))),
         ("events (tokens) seen", count(_last(train.column("tokens")))),
@@ -120,9 +128,17 @@ def run_table(run: RunData) -> Table:
         ("table parameters", count(parameters.get("tables"))),
         ("processes", count(start.get("world_size"))),
         ("time of training steps", duration(train.elapsed_seconds()[-1] if len(train.steps) else None)),
-        ("time of the whole run", duration(seconds)),
+        # The end record knows of its own process only.
+        (
+            "time since it was last resumed" if again else "time of the whole run",
+            duration(run.end.get("seconds") if run.end else None),
+        ),
     ]
     return Table(title="Run", headers=("what", "value"), rows=tuple(rows))
+
+
+def _resumption(start: dict[str, Any]) -> str:
+    return f"from step {count(start.get('resumed_from'))} at {start.get('time', UNKNOWN)}"
 
 
 def _last(values: np.ndarray) -> float:
@@ -181,29 +197,23 @@ def history_table(run: RunData, limit: int = 12) -> Table | None:
 
 
 def throughput_table(run: RunData) -> Table | None:
-    """Rates of the whole run as the trainer states them, and of the median step."""
+    """Rates of the whole run and of its median step, from the train records of all its processes."""
     train = run.train
     if not len(train.steps):
         return None
-    whole = run.end["throughput"] if run.end else {}
     units = (("samples_per_s", "samples/s"), ("tokens_per_s", "tokens/s"), ("flops_per_s", "FLOP/s"))
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, unit in units:
-        median = _median(train.column(name))
-        stated = quantity(whole.get(name)) if name in whole else ""
-        rows.append((unit, stated, quantity(median)))
-    mfu = _median(train.column("mfu"))
-    rows.append(("MFU", "", f"{mfu:.2%}" if math.isfinite(mfu) else UNDEFINED))
-    rows.append(("step time", "", _milliseconds(_median(train.column("seconds")))))
+        rows.append((unit, quantity(train.rate(name)), quantity(_median(train.steady_column(name)))))
+    mfu = (train.rate("mfu"), _median(train.steady_column("mfu")))
+    rows.append(("MFU", *(f"{value:.2%}" if math.isfinite(value) else UNDEFINED for value in mfu)))
+    seconds = train.steady_column("seconds")
+    rows.append(("step time", _milliseconds(_mean(seconds)), _milliseconds(_median(seconds))))
     memory = train.column("memory_bytes")
     if np.isfinite(memory).any():
         rows.append(("largest memory", f"{np.nanmax(memory) / 2**20:,.0f} MiB", ""))
-    peak = number(run.start.get("peak_flops_per_s"))
-    note = (
-        f"MFU is against a peak of {quantity(peak, 'FLOP/s')} ({run.start.get('peak_source', 'source unknown')})."
-        if math.isfinite(peak)
-        else "No peak FLOP/s was measured or given, so MFU is undefined."
-    )
+    note = warm_up_note(run)
+    note += f" {peak_note(run) or 'No peak FLOP/s was measured or given, so MFU is undefined.'}"
     note += " FLOPs are forward and backward, from real lengths and masks."
     return Table(
         title="Throughput",
@@ -214,9 +224,33 @@ def throughput_table(run: RunData) -> Table | None:
     )
 
 
+def warm_up_note(run: RunData) -> str:
+    """Which steps the figures of time are of."""
+    starts = max(1, len(run.starts))
+    if not (run.train.process_step > WARM_UP_STEPS).any():
+        return "All recorded steps."
+    if starts == 1:
+        return f"All recorded steps but the first {WARM_UP_STEPS}."
+    return f"All recorded steps of {starts} starts, but for the first {WARM_UP_STEPS} after each."
+
+
+def peak_note(run: RunData) -> str:
+    """What MFU is against; empty where that is not known. A resumed run can have a peak for every start."""
+    starts = [start for start in run.starts if math.isfinite(number(start.get("peak_flops_per_s")))]
+    if not starts:
+        return ""
+    peaks = dict.fromkeys(quantity(start.get("peak_flops_per_s"), "FLOP/s") for start in starts)
+    sources = dict.fromkeys(str(start.get("peak_source", "source unknown")) for start in starts)
+    every = ", at every start its own" if len(peaks) > 1 else ""
+    return f"MFU is against a peak of {' and '.join(peaks)} ({', '.join(sources)}{every})."
+
+
 def _median(values: np.ndarray) -> float:
-    good = values[np.isfinite(values)]
-    return float(np.median(good)) if len(good) else math.nan
+    return float(np.median(values)) if len(values) else math.nan
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.mean(values)) if len(values) else math.nan
 
 
 def _milliseconds(seconds: float) -> str:
@@ -225,8 +259,8 @@ def _milliseconds(seconds: float) -> str:
 
 def parts_table(run: RunData) -> Table | None:
     """Mean time and FLOPs of a step by part."""
-    seconds = {name: np.nanmean(v) for name, v in run.train.group("seconds_by_part").items() if np.isfinite(v).any()}
-    flops = {name: np.nanmean(v) for name, v in run.train.group("flops_by_part").items() if np.isfinite(v).any()}
+    seconds, profiled = run.train.step_means("seconds_by_part", steady=True)
+    flops, _ = run.train.step_means("flops_by_part", steady=False)
     if not seconds and not flops:
         return None
     all_seconds, all_flops = sum(seconds.values()), sum(flops.values())
@@ -242,12 +276,12 @@ def parts_table(run: RunData) -> Table | None:
                 f"{work / all_flops:.1%}" if name in flops and all_flops > 0 else "",
             )
         )
-    profiled = max((int(np.isfinite(v).sum()) for v in run.train.group("seconds_by_part").values()), default=0)
     return Table(
         title="Time and FLOPs by part of a step",
         headers=("part", "time", "share of time", "FLOPs", "share of FLOPs"),
         rows=tuple(rows),
-        note=f"Time: mean of the {profiled:,} profiled steps. FLOPs: mean of all steps.",
+        note=f"Time: mean of the {profiled:,} profiled steps (those of the warm-up only if there are no others). "
+        "FLOPs: mean of all steps.",
         numeric=frozenset({1, 2, 3, 4}),
     )
 

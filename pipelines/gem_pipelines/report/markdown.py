@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from gem_pipelines.report.facts import Table, recipe_name, status
+from gem_pipelines.report.facts import Table, command_note, recipe_name, status
 from gem_pipelines.report.run_data import RunData
 
 
@@ -19,6 +19,8 @@ def render_markdown(run: RunData, *, tables: tuple[Table, ...], notes: tuple[str
     lines += ["## Repeat this run", ""]
     if run.command:
         lines += _code(run.command)
+        if command_note(run):
+            lines += [_cell(command_note(run)), ""]
     else:
         lines += ["The run directory has no command.txt.", ""]
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 
 from gem_pipelines.report.drawing import SERIES, Panel
-from gem_pipelines.report.facts import Table, recipe_name, status
+from gem_pipelines.report.facts import Table, command_note, recipe_name, status
 from gem_pipelines.report.run_data import RunData
 
 _DARK_SERIES = ("#5ab4f0", "#ff8a4c", "#3fd0a0", "#e9a3c9", "#8fd0f7", "#f2c14e")
@@ -96,7 +96,7 @@ def render_page(
         "<h2>Details</h2>",
         *(_folded(table) for table in folded),
         "<h2>Repeat this run</h2>",
-        _command(run.command),
+        _command(run),
         "</main></body></html>",
     ]
     return "\n".join(part for part in parts if part) + "\n"
@@ -156,7 +156,8 @@ def _folded(table: Table) -> str:
     return f'<details class="card"><summary>{_text(table.title)} ({len(table.rows)})</summary>{_table(table)}</details>'
 
 
-def _command(command: str | None) -> str:
-    if not command:
+def _command(run: RunData) -> str:
+    if not run.command:
         return '<div class="card absent">The run directory has no command.txt.</div>'
-    return f'<div class="card"><pre>{_text(command)}</pre></div>'
+    note = f'<p class="note">{_text(command_note(run))}</p>' if command_note(run) else ""
+    return f'<div class="card"><pre>{_text(run.command)}</pre></div>{note}'

@@ -24,8 +24,7 @@ from gem_pipelines.report.drawing import (
     step_axis,
     thin,
 )
-from gem_pipelines.report.facts import Floor, LengthSummary, floors
-from gem_pipelines.report.formatting import number, quantity
+from gem_pipelines.report.facts import Floor, LengthSummary, floors, peak_note
 from gem_pipelines.report.run_data import RunData
 
 
@@ -240,11 +239,10 @@ def length_panel(summaries: tuple[LengthSummary, ...]) -> Panel:
 
 def parts_panel(run: RunData, group: str, title: str, caption: str, *, seconds: bool) -> Panel:
     """Bars of one figure by part of the model, as share of the sum."""
-    means = {name: np.nanmean(v) for name, v in run.train.group(group).items() if np.isfinite(v).any()}
+    means, steps = run.train.step_means(group, steady=seconds)
     total = float(sum(means.values()))
     if not means or total <= 0:
         return _absent(title, f"No train record holds {group}.")
-    steps = max(int(np.isfinite(v).sum()) for v in run.train.group(group).values())
 
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
@@ -277,11 +275,7 @@ def throughput_panel(run: RunData) -> Panel:
 def flops_panel(run: RunData) -> Panel:
     """Achieved FLOP/s and MFU over steps."""
     series = [("FLOP/s", run.train.column("flops_per_s")), ("MFU", run.train.column("mfu"))]
-    peak = number(run.start.get("peak_flops_per_s"))
-    source = str(run.start.get("peak_source", "source unknown"))
-    caption = "FLOPs count real lengths and masks, not padding. "
-    if np.isfinite(peak):
-        caption += f"MFU is against a peak of {quantity(peak, 'FLOP/s')} ({source})."
+    caption = f"FLOPs count real lengths and masks, not padding. {peak_note(run)}".strip()
     return _stack(run, "flops", "Achieved FLOP/s", caption, series)
 
 

@@ -6,6 +6,9 @@ that is there but says nonsense is the reader's problem to know: ValueError with
 
 `metrics.jsonl` is read line by line into one float64 column per figure (8 bytes a step and figure), since a long run
 has more steps than dicts fit in memory. Where a resumed run wrote a step twice, the later record counts.
+
+A resumed run has a `start` record for every process. The `end` record's seconds and throughput are of the last process
+alone, so figures of the whole run are made from the train records here, and never from that one.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import numpy as np
 
 PREDICTIONS_PATTERN = re.compile(r"predictions-(\d+)\.parquet")
 KINDS = ("start", "train", "eval", "resume", "end")
+WARM_UP_STEPS = 3  # outcome.WARM_UP_STEPS, which cannot be imported without torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +36,48 @@ class TrainLog:
     columns   figure -> (S,) float64, NaN where the record had null or nothing. Nested figures are dotted:
               {"loss_by_task": {"click": 0.4}} becomes "loss_by_task.click".
     repeated  steps that occurred more than once (a resumed run); the last record of each is kept
+    process_step  (S,) int64, how many steps the process that wrote the record had trained with it: 1 is its first
     """
 
     steps: np.ndarray
+    process_step: np.ndarray
     columns: dict[str, np.ndarray]
     repeated: int
 
     def column(self, name: str) -> np.ndarray:
         """The column, or all NaN if no record had it."""
         return self.columns.get(name, np.full(len(self.steps), np.nan))
+
+    def steady(self) -> np.ndarray:
+        """(S,) bool: all but the first WARM_UP_STEPS of every process; all if there are no others."""
+        later: np.ndarray = self.process_step > WARM_UP_STEPS
+        return later if later.any() else np.ones(len(self.steps), bool)
+
+    def steady_column(self, name: str) -> np.ndarray:
+        """The steady steps' values of a column that are not NaN."""
+        values = self.column(name)[self.steady()]
+        return values[np.isfinite(values)]
+
+    def rate(self, name: str) -> float:
+        """A figure that is per second, over all steady steps: 10/s for 1 s and 40/s for 3 s are 130 in 4 s, 32.5/s."""
+        seconds, values = self.column("seconds"), self.column(name)
+        counted = self.steady() & np.isfinite(seconds * values)
+        total = float(seconds[counted].sum())
+        return float((seconds * values)[counted].sum()) / total if total > 0 else math.nan
+
+    def step_means(self, prefix: str, *, steady: bool) -> tuple[dict[str, float], int]:
+        """Mean of each figure of a group over the steps that have it, and how many steps those are.
+
+        steady: leave out every process's warm-up, unless nothing else has the group.
+        """
+        group = self.group(prefix)
+        had = np.zeros(len(self.steps), bool)
+        for values in group.values():
+            had |= np.isfinite(values)
+        if steady and (had & self.steady()).any():
+            had &= self.steady()
+        means = {name: float(np.nanmean(v[had])) for name, v in group.items() if np.isfinite(v[had]).any()}
+        return means, int(had.sum())
 
     def elapsed_seconds(self) -> np.ndarray:
         """(S,) seconds spent in training steps up to each record.
@@ -139,10 +176,12 @@ class _Columns:
 
     def __init__(self) -> None:
         self.steps = array("q")
+        self.process_step = array("q")
         self.columns: dict[str, array[float]] = {}
 
-    def add(self, step: int, figures: dict[str, float]) -> None:
+    def add(self, step: int, figures: dict[str, float], *, process_step: int) -> None:
         self.steps.append(step)
+        self.process_step.append(process_step)
         length = len(self.steps)
         for name, value in figures.items():
             column = self.columns.setdefault(name, array("d"))
@@ -159,7 +198,9 @@ class _Columns:
             full = np.full(len(steps), np.nan)
             full[: len(values)] = np.array(values, dtype=np.float64)
             columns[name] = full[keep]
-        return TrainLog(steps=kept_steps, columns=columns, repeated=len(steps) - len(kept_steps))
+        process_step = np.array(self.process_step, dtype=np.int64)[keep]
+        repeated = len(steps) - len(kept_steps)
+        return TrainLog(steps=kept_steps, process_step=process_step, columns=columns, repeated=repeated)
 
 
 @dataclass
@@ -169,6 +210,7 @@ class _Metrics:
     evals: dict[int, dict[str, Any]] = field(default_factory=dict)
     end: dict[str, Any] | None = None
     resumes: int = 0
+    before: int | None = 0  # the step after which the present process began; None = one before its first record
     unknown: dict[str, int] = field(default_factory=dict)
 
 
@@ -225,14 +267,19 @@ def _add_record(metrics: _Metrics, record: Any, where: str) -> None:
     if kind in ("train", "eval", "end") and (type(record.get("step")) is not int or record["step"] < 0):
         raise ValueError(f'{where}: expected "step" to be an integer >= 0, got {_shorten(record.get("step"))}.')
     if kind == "train":
-        metrics.log.add(record["step"], _figures(record, where))
+        if metrics.before is None:
+            metrics.before = record["step"] - 1
+        metrics.log.add(record["step"], _figures(record, where), process_step=record["step"] - metrics.before)
     elif kind == "eval":
         metrics.evals[record["step"]] = _checked_eval(record, where)
     elif kind == "start":
+        resumed_from = record.get("resumed_from")
+        metrics.before = resumed_from if type(resumed_from) is int else None if metrics.starts else 0
         metrics.starts.append(record)
         metrics.end = None
     elif kind == "resume":
         metrics.resumes += 1
+        metrics.before = record["step"] if type(record.get("step")) is int else None
         metrics.end = None
     elif kind == "end":
         metrics.end = _checked_end(record, where)

@@ -88,9 +88,9 @@ def _tiles(run: RunData) -> tuple[tuple[str, str], ...]:
         tiles.append(("NE of the best floor", plain(min(floor.ne for floor in levels))))
     for task, ne in list(best_possible(run).items())[:1]:
         tiles.append((f"best possible NE, {task}", plain(ne)))
-    rate = run.train.column("samples_per_s")
-    if np.isfinite(rate).any():
-        tiles.append(("samples/s, median step", quantity(np.nanmedian(rate))))
+    rate = run.train.steady_column("samples_per_s")
+    if len(rate):
+        tiles.append(("samples/s, median step", quantity(float(np.median(rate)))))
     samples = run.train.column("samples")
     if np.isfinite(samples).any():
         tiles.append(("samples seen", count(np.nanmax(samples))))

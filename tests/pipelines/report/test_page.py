@@ -167,6 +167,75 @@ def test_names_cannot_break_out(make_run: MakeRun) -> None:
     assert "\n# not a title" in command.split("````")[1], "the code fence is longer than those in the command"
 
 
+def resumed_run(make_run: MakeRun) -> Path:
+    """60 steps, resumed after 30. A first step of each process is slow; then 1 s a step and, resumed, 0.25 s."""
+    run = make_run(tasks=("click",), steps=60)
+
+    def change(record: dict) -> dict:
+        if record["kind"] == "end":
+            return record | {"resumed_from": 30, "seconds": 99.0, "throughput": {"samples_per_s": 4000.0}}
+        if record["kind"] != "train":
+            return record
+        cold = (record["step"] - 1) % 30 < 3
+        seconds = 50.0 if cold else 1.0 if record["step"] <= 30 else 0.25
+        record |= {"seconds": seconds, "samples_per_s": 1000 / seconds, "tokens_per_s": 8000 / seconds}
+        record |= {"flops_per_s": 4e9 / seconds, "mfu": 0.08 / seconds}
+        if "seconds_by_part" in record:
+            record["seconds_by_part"] = {"read": 40.0 if cold else 0.1, "sequence": 10.0 if cold else 0.3}
+        return record
+
+    edit(run, change)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    start = json.loads(lines[0]) | {"resumed_from": 30, "time": "2026-01-06T10:00:00+00:00", "peak_flops_per_s": 5e10}
+    where = next(i for i, line in enumerate(lines) if json.loads(line).get("step") == 31)
+    lines.insert(where, json.dumps(start) + "\n")
+    (run / "metrics.jsonl").write_text("".join(lines))
+    with (run / "command.txt").open("a") as commands:
+        commands.write("# resumed from step 30:\ngemline train --resume --run-dir runs/a\n")
+    return run
+
+
+def test_a_resumed_run_is_reported_as_a_whole(make_run: MakeRun) -> None:
+    """27 steps of 1 s and 27 of 0.25 s with 1000 samples each: 54,000 samples in 33.75 s."""
+    page, _, markdown = report(resumed_run(make_run))
+    table = section(markdown, "Throughput")
+    for row in (
+        "| samples/s | 1.6 k | 2.5 k |",
+        "| tokens/s | 12.8 k | 20 k |",
+        "| FLOP/s | 6.4 G | 10 G |",
+        "| MFU | 12.80% | 20.00% |",
+        "| step time | 625 ms | 625 ms |",
+    ):
+        assert row in table, (row, table)
+    assert "All recorded steps of 2 starts, but for the first 3 after each." in table
+    assert "65 GFLOP/s and 50 GFLOP/s (measured, at every start its own)" in table
+    assert "the first 3 after each" not in section(markdown, "Result")
+    parts = section(markdown, "Time and FLOPs by part of a step")
+    assert "| read | 100 ms | 25.0% |" in parts
+    assert "mean of the 4 profiled steps" in parts
+    assert "Mean of 4 steps." in page.text
+    facts = section(markdown, "Run")
+    assert "| started | 2026-01-05T10:00:00+00:00 |" in facts
+    assert "| resumed | from step 30 at 2026-01-06T10:00:00+00:00 |" in facts
+    assert "| time since it was last resumed | 1 min 39 s |" in facts
+    assert "whole run" not in facts
+    tile = page.text.index("samples/s, median step")
+    assert page.text[:tile].endswith("2.5 k")
+
+
+def test_every_command_of_a_resumed_run_is_shown_in_order(make_run: MakeRun) -> None:
+    page, _, markdown = report(resumed_run(make_run))
+    commands = (
+        "gemline train --recipe synthetic_cpu --data data/synthetic --train.seed 3\n"
+        "# resumed from step 30:\n"
+        "gemline train --resume --run-dir runs/a"
+    )
+    for text in (page.text, markdown):
+        after = text.split("Repeat this run", 1)[1]
+        assert commands in after
+        assert "each line went on from the last" in after
+
+
 def test_undefined_values_are_shown_as_such(make_run: MakeRun) -> None:
     run = make_run(tasks=("click",), steps=20)
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gem_pipelines import outcome
+from gem_pipelines.report import run_data
 from gem_pipelines.report.run_data import read_run
 
 MakeRun = Callable[..., Path]
@@ -54,6 +56,22 @@ def test_steps_written_twice_count_as_last_written(tmp_path: Path) -> None:
     assert run.train.repeated == 2
     assert run.end is None, "the end of the first part is not the end of the run"
     assert any("went on 1 time;" in note for note in run.notes)
+
+
+def test_steps_after_every_start_are_told_from_the_others(tmp_path: Path) -> None:
+    """10 steps; killed after 6 with a checkpoint at 4, from which a second process went on."""
+    steps = [{"kind": "train", "step": step} for step in range(1, 11)]
+    starts = [{"kind": "start", "resumed_from": None}, {"kind": "start", "resumed_from": 4}]
+    write_records(tmp_path, starts[0], *steps[:6], starts[1], *steps[4:])
+    train = read_run(tmp_path).train
+    assert train.process_step.tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 5, 6]
+    assert train.steady().tolist() == [False] * 3 + [True] + [False] * 3 + [True] * 3
+    assert run_data.WARM_UP_STEPS == outcome.WARM_UP_STEPS
+
+
+def test_a_run_of_few_steps_has_no_warm_up(tmp_path: Path) -> None:
+    write_records(tmp_path, {"kind": "start"}, *({"kind": "train", "step": step} for step in (1, 2, 3)))
+    assert read_run(tmp_path).train.steady().tolist() == [True] * 3
 
 
 def test_elapsed_seconds_fill_steps_that_were_not_recorded(tmp_path: Path) -> None:
