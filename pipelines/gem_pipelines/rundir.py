@@ -75,21 +75,25 @@ class RunDirectory:
 
     def go_on(self, config: RunConfig, *, command: str, step: int) -> None:
         """Note that the run goes on from `step`: its command and versions, its config, and only records up to there."""
+        versions = self._versions_from(step)
         commands = self.path / "command.txt"
         before = commands.read_text() if commands.exists() else ""
         write_text(commands, f"{before}# resumed from step {step}:\n{command}\n")
-        self._update_versions(step)
+        write_text(self.path / "versions.json", json.dumps(versions, indent=2) + "\n")
         self.write_config(config)
         self.forget_after(step)
 
-    def _update_versions(self, step: int) -> None:
-        """Versions of now on top; those of the processes before, which trained the steps up to `step`, as "earlier"."""
+    def _versions_from(self, step: int) -> dict[str, Any]:
+        """versions.json with those of now on top, and as "earlier" others that trained steps before: up to `step`."""
         path, now = self.path / "versions.json", collect_versions()
-        before = json.loads(path.read_text()) if path.exists() else {}
+        try:
+            before = json.loads(path.read_text()) if path.exists() else {}
+        except ValueError as error:
+            raise RunError(f"{path} is not JSON: {error}; repair it or remove it") from None
         earlier = before.pop("earlier", [])
         if before and before != now:
             earlier = [*earlier, {"up_to_step": step, **before}]
-        write_text(path, json.dumps(now | ({"earlier": earlier} if earlier else {}), indent=2) + "\n")
+        return now | ({"earlier": earlier} if earlier else {})
 
     def write_config(self, config: RunConfig) -> None:
         """Write config.json."""

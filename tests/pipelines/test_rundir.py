@@ -50,6 +50,13 @@ def test_going_on_adds_the_command_and_what_it_ran_on(directory, monkeypatch):
     ]
 
 
+def test_broken_versions_stop_a_resume_before_anything_is_written(directory):
+    (directory.path / "versions.json").write_text("{")
+    with pytest.raises(RunError, match=r"versions\.json is not JSON.*remove it"):
+        directory.go_on(find_recipe("debug"), command="gemline train --resume", step=10)
+    assert (directory.path / "command.txt").read_text() == "gemline train --recipe debug\n"
+
+
 def test_going_on_forgets_the_records_after_the_checkpoint(directory):
     config = find_recipe("debug")
     changed = dataclasses.replace(config, train=dataclasses.replace(config.train, print_every=7))
