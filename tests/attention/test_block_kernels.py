@@ -40,6 +40,7 @@ FAST = (
     "freed",
     "repeatable",
     "opcheck",
+    "compiled",
 )
 TIMEOUT_S = 900
 
@@ -155,15 +156,15 @@ def check_recompute():
     for spec in (HSTU, ALL):
         kept = None
         for recompute in all_flags():
-            given = leaves(spec, 33)
+            given = leaves(spec, 9)
             out = block(spec, given, recompute, "triton")
             found = [out.detach(), *torch.autograd.grad(out.square().sum(), given)]
             kept = kept or found
             assert all(torch.equal(a, b) for a, b in zip(kept, found, strict=True)), (spec.activated, recompute)
         others = []
         for dtype, impl in ((torch.float64, "reference"), (torch.float32, "eager")):
-            given = leaves(spec, 33, dtype)
-            table = table_of(spec, 33).to(dtype)
+            given = leaves(spec, 9, dtype)
+            table = table_of(spec, 9).to(dtype)
             out = block_api.hstu_block(*given, attention=Toy.apply, spec=spec, table=table, impl=impl)
             others.append([out.detach(), *torch.autograd.grad(out.square().sum(), given)])
         for ours, truth, plain in zip(kept, *others, strict=True):
@@ -281,6 +282,7 @@ def check_opcheck():
     for op, arguments in (
         (block_ops.project, (x, w, None, text, True)),
         (block_ops.project, (x, w, None, ProjectionSpec(widths=(40,), norm="rms").to_text(), False)),
+        (block_ops.preactivations, (x, w, ProjectionSpec(widths=(16, 24), silu=(1,)).to_text())),
         (block_ops.project_gradient, (grads, preacts, w, None, mean, rstd, text, True)),
         (block_ops.input_gradient, (g, w, x, mean, rstd, dots, text)),
         (block_ops.norm_gradient, (x, x, mean, rstd, text)),
@@ -290,7 +292,25 @@ def check_opcheck():
         torch.library.opcheck(op, arguments, test_utils=tests)
 
 
+def check_compiled():
+    """torch.compile traces the block in one graph, and nothing changes."""
+    for spec, recompute in ((HSTU, RecomputeSpec()), (ALL, RecomputeSpec(preactivations=True, gated=True))):
+
+        def run(*given, spec=spec, recompute=recompute):
+            def weighted(q, k, v):
+                return (q * k).sum(-1, keepdim=True).sigmoid() * v
+
+            return block(spec, given, recompute, "triton", weighted)
+
+        given = leaves(spec, 9)
+        out, expected = torch.compile(run, fullgraph=True, backend="aot_eager")(*given), run(*given)
+        assert torch.equal(out, expected)
+        grads = (torch.autograd.grad(y.square().sum(), given) for y in (out, expected))
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 OWN = {
+    "compiled": check_compiled,
     "tiles": check_tiles,
     "strided": check_strided,
     "unused-outputs": check_unused_outputs,

@@ -9,10 +9,10 @@ README = Path(__file__).parents[2] / "packages" / "attention" / "README.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(3))
 def test_example(number):
     exec(compile(EXAMPLES[number], f"{README.name} example {number}", "exec"), {})
 
 
 def test_none_is_forgotten():
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3

@@ -1,8 +1,8 @@
 """impl="triton" of the block: operators that hold the launches, and the autograd functions over them.
 
-The operators (`gem_attention::project`, `project_gradient`, `input_gradient`, `norm_gradient`, `gate`,
-`gate_gradient`) let torch.compile trace through and torch.library.opcheck examine; specs travel as text. Plain matrix
-products stay with the vendor's library (torch.mm): the weight's gradient is one long reduction without an epilogue.
+The operators (`gem_attention::project`, `preactivations`, `project_gradient`, `input_gradient`, `norm_gradient`,
+`gate`, `gate_gradient`) let torch.compile trace through and torch.library.opcheck examine; specs travel as text. Plain
+matrix products stay with the vendor's library (torch.mm): the weight's gradient is one long reduction, no epilogue.
 
 What is kept for the backward: see block_counting.saved_bytes_per_token.
 """
@@ -10,7 +10,7 @@ What is kept for the backward: see block_counting.saved_bytes_per_token.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -68,6 +68,23 @@ def _(x: Tensor, weight: Tensor, table: Tensor | None, spec: str, keep: bool) ->
     outs = [x.new_empty(x.shape[0], width) for width in (*meant.widths, *kept)]
     mean = x.new_empty(x.shape[0] if meant.norm == "layer" else 0, dtype=torch.float32)
     return [*outs, mean, x.new_empty(x.shape[0], dtype=torch.float32)]
+
+
+@torch.library.custom_op("gem_attention::preactivations", mutates_args=())
+def preactivations(x: Tensor, weight: Tensor, spec: str) -> list[Tensor]:
+    """What the SiLUs of the projection act on, again: the activated outputs' part of the product."""
+    meant = projection_from_text(spec)
+    chosen = sorted(meant.silu)
+    plain = replace(meant, silu=(), turned=(), rotary=None, widths=tuple(meant.widths[i] for i in chosen))
+    rows = torch.split(weight, list(meant.widths))
+    own = weight if len(chosen) == len(rows) else torch.cat([rows[i] for i in chosen])
+    return block_launch.project(x, own, None, spec=plain)[0]
+
+
+@preactivations.register_fake
+def _(x: Tensor, weight: Tensor, spec: str) -> list[Tensor]:
+    meant = projection_from_text(spec)
+    return [x.new_empty(x.shape[0], meant.widths[i]) for i in sorted(meant.silu)]
 
 
 @torch.library.custom_op("gem_attention::project_gradient", mutates_args=())
@@ -155,14 +172,6 @@ def _(
 # ------------------------------------------------------------------------------------------------ autograd
 
 
-def _narrowed(weight: Tensor, spec: ProjectionSpec) -> tuple[Tensor, ProjectionSpec]:
-    """Weight and spec of the activated outputs alone, up to their pre-activation."""
-    chosen = sorted(spec.silu)
-    plain = replace(spec, silu=(), turned=(), rotary=None, widths=tuple(spec.widths[i] for i in chosen))
-    parts = weight.split(spec.widths)
-    return (weight if len(chosen) == len(parts) else torch.cat([parts[i] for i in chosen])), plain
-
-
 def _weight_gradient(g: Tensor, x: Tensor, mean: Tensor, g_dot_mean: Tensor, spec: ProjectionSpec) -> Tensor:
     """g^T @ (x - mean).
 
@@ -199,8 +208,7 @@ class NormLinear(torch.autograd.Function):
         spec: ProjectionSpec = ctx.spec
         text = spec.to_text()
         if spec.silu and not preacts:
-            own, plain = _narrowed(weight, spec)
-            preacts = project(x, own, None, plain.to_text(), False)[: len(spec.silu)]
+            preacts = preactivations(x, weight, text)
         dots = len(preacts) == len(spec.widths)
         g, scalars, g_dot_mean = project_gradient(list(grads), preacts, weight, table, mean, rstd, text, dots)
         dx = dw = None
@@ -219,7 +227,7 @@ class Gated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, attention: Tensor, u: Tensor, spec: GateSpec) -> Tensor:
-        ctx.text = json.dumps(asdict(spec))
+        ctx.text = spec.to_text()
         y, mean, rstd = gate(attention, u, ctx.text)
         ctx.save_for_backward(attention, u, mean, rstd)
         return y
@@ -237,7 +245,7 @@ class GatedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, attention: Tensor, u: Tensor, weight: Tensor, residual: Tensor | None, spec: GateSpec, keep: bool
     ) -> Tensor:
-        ctx.text = json.dumps(asdict(spec))
+        ctx.text = spec.to_text()
         y, mean, rstd = gate(attention, u, ctx.text)
         ctx.save_for_backward(attention, u, weight, mean, rstd, y if keep else None)
         return torch.mm(y, weight.t()) if residual is None else torch.addmm(residual, y, weight.t())

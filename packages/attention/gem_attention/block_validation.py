@@ -70,8 +70,6 @@ def check_hstu_spec(spec: HstuSpec) -> None:
     _one_of("hstu.activated", spec.activated, ("u", "all"))
     for name in ("dim", "heads", "qk_dim", "v_dim"):
         _whole(f"hstu.{name}", getattr(spec, name))
-    check_projection_spec(spec.projection)
-    check_gate_spec(spec.gate)
 
 
 def _check_tensor(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:

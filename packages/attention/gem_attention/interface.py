@@ -247,6 +247,12 @@ class GateSpec:
 
     def __post_init__(self) -> None:
         check_gate_spec(self)
+        object.__setattr__(self, "_text", json.dumps(asdict(self), sort_keys=True))
+
+    def to_text(self) -> str:
+        """This spec as JSON with sorted keys."""
+        text: str = self._text  # type: ignore[attr-defined]
+        return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,26 +274,31 @@ class HstuSpec:
 
     def __post_init__(self) -> None:
         check_hstu_spec(self)
-
-    @property
-    def projection(self) -> ProjectionSpec:
-        """x to u, v, q, k. With "u" the activation is left to the gate, which then needs no second copy of u."""
-        v, qk = self.heads * self.v_dim, self.heads * self.qk_dim
-        return ProjectionSpec(
+        # Made here, as texts are: a compiler can read an attribute.
+        v, qk, every = self.heads * self.v_dim, self.heads * self.qk_dim, self.activated == "all"
+        projection = ProjectionSpec(
             widths=(v, v, qk, qk),
-            silu=(0, 1, 2, 3) if self.activated == "all" else (),
+            silu=(0, 1, 2, 3) if every else (),
             turned=(2, 3) if self.rotary is not None else (),
             rotary=self.rotary,
             head_dim=self.qk_dim,
             norm=self.norm,
             eps=self.eps,
         )
+        gate = GateSpec(activation="none" if every else "silu", norm=self.norm, per_head=self.per_head, eps=self.eps)
+        object.__setattr__(self, "_parts", (projection, gate))
+
+    @property
+    def projection(self) -> ProjectionSpec:
+        """x to u, v, q, k. With "u" the activation is left to the gate, which then needs no second copy of u."""
+        spec: ProjectionSpec = self._parts[0]  # type: ignore[attr-defined]
+        return spec
 
     @property
     def gate(self) -> GateSpec:
         """What is between attention and the output projection."""
-        activation: Literal["none", "silu"] = "silu" if self.activated == "u" else "none"
-        return GateSpec(activation=activation, norm=self.norm, per_head=self.per_head, eps=self.eps)
+        spec: GateSpec = self._parts[1]  # type: ignore[attr-defined]
+        return spec
 
 
 @dataclass(frozen=True, kw_only=True)
