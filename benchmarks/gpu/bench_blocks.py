@@ -60,8 +60,8 @@ def check_all(part: int = 0, parts: int = 1) -> bool:
     for check in suite:
         try:
             check()
-        except AssertionError as error:
-            bad.append(str(error))
+        except Exception as error:  # wrong, or not compiled: all of them are to be seen at once
+            bad.append(f"{check}: {type(error).__name__}: {error}")
     print(f"suite: {len(suite) - len(bad)} of {len(suite)} checks passed", flush=True)
     for text in bad:
         print("BAD", text[:300], flush=True)
