@@ -18,7 +18,7 @@ from gate_asv import Workplace, asv, load
 def publish_pages(results: Path, html: Path, repo: Path) -> list[str]:
     """Run asv publish; returns a line for every recorded value that the pages do not show."""
     workplace = Workplace(repo=repo.resolve(), results=results.resolve(), html=html.resolve())
-    asv(workplace, "publish", "--no-pull", config_folder=html.resolve().parent)
+    asv(workplace, "publish", "--no-pull", config_folder=SCRATCH / "publish")
     return missing_values(results.resolve(), html.resolve())
 
 

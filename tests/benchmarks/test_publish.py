@@ -104,3 +104,11 @@ def test_an_empty_record_is_not_complete(repo, recorded, tmp_path):
     for path in results.glob("*/*.json"):
         path.unlink()
     assert missing_values(results, tmp_path / "html") == ["no result file is recorded"]
+
+
+def test_publishing_leaves_the_configuration_alone(repo, recorded, tmp_path):
+    """The pages' default place is beside asv.conf.json."""
+    committed = (gate.ROOT / "benchmarks" / "asv.conf.json").read_text()
+    publish_pages(recorded("first"), gate.ROOT / "benchmarks" / "html", repo[0])
+    assert (gate.ROOT / "benchmarks" / "asv.conf.json").read_text() == committed
+    assert json.loads(committed)["repo"] == ".."
