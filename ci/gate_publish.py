@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from gate_asv import Workplace, asv, load
+from gate_asv import SCRATCH, Workplace, asv, load
 
 
 def publish_pages(results: Path, html: Path, repo: Path) -> list[str]:
