@@ -11,8 +11,8 @@ def synthetic_cpu() -> RunConfig:
     return RunConfig(
         name="synthetic_cpu",
         data=DataConfig(source="synthetic", global_batch_size=256),
-        tables=TablesConfig(lr=0.05),
+        tables=TablesConfig(lr=0.01),
         model=presets.synthetic_cpu(),
-        optimizer=OptimizerConfig(lr=3e-3, warmup_steps=50),
+        optimizer=OptimizerConfig(lr=5e-3, warmup_steps=50),
         train=TrainConfig(epochs=1, checkpoint_every=200),
     )
