@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +26,9 @@ import torch
 from gem_data.interface import Loader
 from torch import Tensor
 
-from gem_pipelines.checkpoint_format import (
-    Checkpoint,
-    list_steps,
-    read_checkpoint,
-    step_directory,
-    write_checkpoint,
-)
-from gem_pipelines.checkpoint_manifest import find_damage
+from gem_pipelines.checkpoint_format import Checkpoint, step_directory, write_checkpoint
+from gem_pipelines.checkpoint_incremental import read_whole
+from gem_pipelines.checkpoint_keep import Keeper, find_latest, set_aside_damaged
 from gem_pipelines.config import FREE_ON_RESUME, RunConfig
 from gem_pipelines.config_codec import flatten, from_json, to_json
 from gem_pipelines.contract import REQUIRED, installed_versions
@@ -43,6 +36,8 @@ from gem_pipelines.errors import CheckpointError
 from gem_pipelines.rundir import collect_versions
 from gem_pipelines.runtime import Runtime
 from gem_pipelines.trainer import Position, Trainer
+
+__all__ = ["capture", "find_latest", "find_mismatches", "restore", "save"]
 
 
 def capture(trainer: Trainer, loader: Loader) -> Checkpoint:
@@ -72,15 +67,18 @@ def capture(trainer: Trainer, loader: Loader) -> Checkpoint:
 
 
 def save(checkpoints: Path, trainer: Trainer, loader: Loader, *, keep: int) -> Path:
-    """Write the checkpoint of the current step (rank 0 writes, all ranks wait) and drop the oldest beyond `keep`."""
+    """Write the checkpoint of the current step (rank 0 writes, all ranks wait) and drop the oldest beyond `keep`.
+
+    A job saves through `checkpoint_saver.Saver`, which also writes beside training.
+    """
     checkpoint = capture(trainer, loader)
     directory = step_directory(checkpoints, trainer.position.step)
 
     def write() -> None:
         try:
-            _set_aside_damaged(directory)
+            set_aside_damaged(directory)
             write_checkpoint(directory, checkpoint)
-            prune(checkpoints, keep=keep)
+            Keeper(checkpoints, keep=keep).sweep()
         except (OSError, CheckpointError) as error:
             raise CheckpointError(f"the checkpoint {directory} was not written: {error}") from None
 
@@ -88,44 +86,11 @@ def save(checkpoints: Path, trainer: Trainer, loader: Loader, *, keep: int) -> P
     return directory
 
 
-def _set_aside_damaged(directory: Path) -> None:
-    """A run that passed over a damaged checkpoint reaches its step again: keep the damaged one, renamed."""
-    if directory.exists() and find_damage(directory):
-        number = 0
-        while (aside := directory.with_name(f"damaged-{directory.name}-{number}")).exists():
-            number += 1
-        directory.rename(aside)
-
-
-def prune(checkpoints: Path, *, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what killed writers left. The newest was just written and is
-    good.
-    """
-    for step in list_steps(checkpoints)[:-keep]:
-        directory = step_directory(checkpoints, step)
-        doomed = directory.with_name(f".removed-{directory.name}")
-        directory.rename(doomed)  # first out of sight, so that a kill here leaves no half checkpoint under its name
-        shutil.rmtree(doomed)
-    for leftover in [*checkpoints.glob(".tmp-*"), *checkpoints.glob(".removed-*")]:
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def find_latest(checkpoints: Path, *, say: Callable[[str], None]) -> int | None:
-    """Step of the newest sound checkpoint; None where there is none. `say` hears of every damaged one passed over."""
-    for step in reversed(list_steps(checkpoints)):
-        damages = find_damage(step_directory(checkpoints, step))
-        if not damages:
-            return step
-        shown = "; ".join(str(damage) for damage in damages[:3]) + ("; ..." if len(damages) > 3 else "")
-        say(f"CHECKPOINT DAMAGED, passed over: {step_directory(checkpoints, step)}: {shown}")
-    return None
-
-
 def restore(directory: Path, trainer: Trainer, loader: Loader) -> None:
     """Put the state of `directory` into a fresh trainer and loader. Raises CheckpointError or DataError; nothing is
     changed then.
     """
-    checkpoint = read_checkpoint(directory)
+    checkpoint = read_whole(directory)
     problems = find_mismatches(checkpoint, trainer)
     if problems:
         raise CheckpointError(f"{directory} does not fit this run; nothing was loaded:\n  " + "\n  ".join(problems))

@@ -13,6 +13,9 @@ Writing: everything goes to a hidden sibling directory, each file is fsynced, th
 publishes it and the parent directory is fsynced. A directory named step-NNNNNNNN is therefore complete or damaged
 afterwards, never half written. No file says which checkpoint is the latest: that is derived from the valid manifests.
 
+A write that fails names the path, the bytes it needs and the bytes that are free, and leaves nothing behind. The
+names passed to failpoints.reach are where the tests kill it (tests/reliability/test_ckpt_kill.py).
+
 Cost: while a file is written its bytes are in memory once more (at most SHARD_BYTES).
 """
 
@@ -22,6 +25,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +37,10 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
+from gem_pipelines import failpoints
 from gem_pipelines.checkpoint_manifest import (
     MANIFEST,
+    Base,
     FileEntry,
     Manifest,
     Piece,
@@ -97,35 +103,79 @@ class _Rows:
         return self.data.numel() * self.data.element_size()
 
 
-def write_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
-    """Publish `checkpoint` as `directory`, all or nothing. The parent must exist and `directory` must not."""
+@dataclass(kw_only=True)
+class WriteStats:
+    """What writing one checkpoint took."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+    hash_seconds: float = 0.0
+    sync_seconds: float = 0.0
+
+
+def needed_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of its tensors: what a checkpoint takes on disk, up to some KB."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in checkpoint.tensors.values())
+
+
+def check_space(parent: Path, needed: int) -> None:
+    """Raise CheckpointError where `needed` bytes do not fit into the file system of `parent`."""
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        raise CheckpointError(
+            f"{parent}: a checkpoint needs {needed} bytes and {free} are free: make room, keep fewer "
+            "(train.keep_checkpoints) or choose another --run-dir"
+        )
+
+
+def write_checkpoint(directory: Path, checkpoint: Checkpoint, *, base: Base | None = None) -> WriteStats:
+    """Publish `checkpoint` as `directory`, all or nothing. The parent must exist and `directory` must not.
+
+    base  the full checkpoint that an incremental one builds on (checkpoint_incremental.py)
+
+    Raises CheckpointError, with nothing left behind.
+    """
     if directory.exists():
         raise CheckpointError(f"{directory} exists already; a checkpoint is never overwritten")
+    begin, stats = time.perf_counter(), WriteStats()
     temporary = directory.parent / f".tmp-{directory.name}-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     try:
-        _write_files(temporary, checkpoint)
-        _sync_directory(temporary)
+        check_space(directory.parent, needed_bytes(checkpoint))
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        _write_files(temporary, checkpoint, base, stats)
+        _sync_directory(temporary, stats)
+        failpoints.reach("before_rename")
         os.rename(temporary, directory)
+        failpoints.reach("before_dir_fsync")
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        free = shutil.disk_usage(directory.parent).free
+        raise CheckpointError(
+            f"{error.filename or temporary}: {error.strerror or error}; a checkpoint needs {needed_bytes(checkpoint)} "
+            f"bytes, {free} are free"
+        ) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync_directory(directory.parent)
+    _sync_directory(directory.parent, stats)
+    stats.seconds = time.perf_counter() - begin
+    return stats
 
 
-def _write_files(temporary: Path, checkpoint: Checkpoint) -> None:
+def _write_files(temporary: Path, checkpoint: Checkpoint, base: Base | None, stats: WriteStats) -> None:
     files: list[FileEntry] = []
     pieces: dict[str, list[Piece]] = {key: [] for key in checkpoint.tensors}
     for number, shard in enumerate(_shards(checkpoint.tensors)):
         name = f"tensors-{number:05d}.safetensors"
-        files.append(_write_file(temporary, name, save_safetensors({rows.name: rows.data for rows in shard})))
+        files.append(_write_file(temporary, name, save_safetensors({rows.name: rows.data for rows in shard}), stats))
         for rows in shard:
             pieces[rows.key].append(Piece(file=name, name=rows.name, rows=(rows.start, rows.stop)))
-    files.append(_write_file(temporary, STATE, canonical_json(checkpoint.state)))
+    files.append(_write_file(temporary, STATE, canonical_json(checkpoint.state), stats))
     tensors = {key: _describe(tensor, pieces[key]) for key, tensor in checkpoint.tensors.items()}
-    manifest = Manifest(files=tuple(files), tensors=tensors, about=checkpoint.about)
-    _write_file(temporary, MANIFEST, manifest.to_bytes())
+    manifest = Manifest(files=tuple(files), tensors=tensors, about=checkpoint.about, base=base)
+    failpoints.reach("before_manifest")
+    _write_file(temporary, MANIFEST, manifest.to_bytes(), stats)
 
 
 def _describe(tensor: Tensor, pieces: list[Piece]) -> TensorEntry:
@@ -162,20 +212,33 @@ def _cut(key: str, tensor: Tensor) -> Iterator[_Rows]:
         yield _Rows(key=key, start=start, stop=stop, whole=stop - start == total, data=tensor[start:stop])
 
 
-def _write_file(directory: Path, name: str, data: bytes) -> FileEntry:
+def _write_file(directory: Path, name: str, data: bytes, stats: WriteStats) -> FileEntry:
+    view = memoryview(data)
     with open(directory / name, "xb") as file:
-        file.write(data)
+        failpoints.reach("after_shard_open")
+        file.write(view[: len(data) // 2])
+        failpoints.reach("half_shard")
+        file.write(view[len(data) // 2 :])
         file.flush()
+        failpoints.reach("before_fsync")
+        begin = time.perf_counter()
         os.fsync(file.fileno())
-    return FileEntry(name=name, bytes=len(data), xxh3_64=block_hashes(data))
+    synced = time.perf_counter()
+    hashes = block_hashes(data)
+    stats.bytes += len(data)
+    stats.sync_seconds += synced - begin
+    stats.hash_seconds += time.perf_counter() - synced
+    return FileEntry(name=name, bytes=len(data), xxh3_64=hashes)
 
 
-def _sync_directory(directory: Path) -> None:
+def _sync_directory(directory: Path, stats: WriteStats) -> None:
+    begin = time.perf_counter()
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    stats.sync_seconds += time.perf_counter() - begin
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:

@@ -25,7 +25,7 @@ from gem_pipelines.config_codec import check_types, from_json, to_json
 from gem_pipelines.errors import CheckpointError, ConfigError
 
 FORMAT = "gemline-checkpoint"
-FORMAT_VERSION = (1, 0)
+FORMAT_VERSION = (1, 1)
 BLOCK_BYTES = 1 << 20
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20
@@ -61,8 +61,19 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Base:
+    """The full checkpoint beside this one that an incremental one builds on: its step, and its manifest's SHA-256."""
+
+    step: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """manifest.json without its own hash. `about`: time, run, versions; not part of the training state."""
+    """manifest.json without its own hash. `about`: time, run, versions; not part of the training state.
+
+    base: None for a full checkpoint, which is complete by itself.
+    """
 
     format: str = FORMAT
     format_version: tuple[int, int] = FORMAT_VERSION
@@ -70,11 +81,22 @@ class Manifest:
     files: tuple[FileEntry, ...]
     tensors: dict[str, TensorEntry]
     about: dict[str, Any]
+    base: Base | None = None
 
     def to_bytes(self) -> bytes:
         """The content of manifest.json."""
-        body = to_json(self)
-        return canonical_json({**body, "sha256": hashlib.sha256(canonical_json(body)).hexdigest()})
+        return canonical_json({**_body(self), "sha256": manifest_sha256(self)})
+
+
+def _body(manifest: Manifest) -> dict[str, Any]:
+    """As 1.0 wrote it where there is no base: manifests of both versions keep their hashes."""
+    body: dict[str, Any] = to_json(manifest)
+    return body if manifest.base is not None else {key: body[key] for key in body if key != "base"}
+
+
+def manifest_sha256(manifest: Manifest) -> str:
+    """The hash that stands in manifest.json."""
+    return hashlib.sha256(canonical_json(_body(manifest))).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)

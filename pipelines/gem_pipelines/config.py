@@ -244,6 +244,7 @@ class TrainConfig:
             raise ConfigError(f"train.timeout_s is {self.timeout_s}, expected above 0")
 
 
+        _at_least("train", 1, checkpoint_full_every=self.checkpoint_full_every)
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A complete run."""

@@ -24,6 +24,7 @@ from gem_pipelines.loop import Job, Outcome
 from gem_pipelines.model.build import build_model, table_specs
 from gem_pipelines.parallelize import parallelize, seed_everything
 from gem_pipelines.rundir import RunDirectory
+from gem_pipelines.runlock import RunLock
 from gem_pipelines.runtime import Runtime, start_runtime
 from gem_pipelines.trainer import Trainer
 
@@ -48,23 +49,39 @@ def run(request: Request) -> Outcome | None:
         deterministic=train.deterministic,
         timeout=timedelta(seconds=train.timeout_s),
     )
+    default = Path("runs") / f"{request.config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    lock: RunLock | None = None
     try:
-        return _run(request, runtime)
+        directory = RunDirectory(Path(runtime.from_main(str(request.run_dir or default))))
+        lock = _lock(directory, runtime)
+        return _run(request, directory, lock, runtime)
     finally:
+        if lock is not None:
+            lock.release()
         runtime.close()
 
 
-def _run(request: Request, runtime: Runtime) -> Outcome | None:
+def _lock(directory: RunDirectory, runtime: Runtime) -> RunLock | None:
+    """The run's lock on rank 0; every rank raises where another job holds it."""
+    held: list[RunLock] = []
+
+    def acquire() -> None:
+        directory.path.mkdir(parents=True, exist_ok=True)
+        held.append(RunLock.acquire(directory.lock_file))
+
+    runtime.on_main(acquire)
+    return held[0] if held else None
+
+
+def _run(request: Request, directory: RunDirectory, lock: RunLock | None, runtime: Runtime) -> Outcome | None:
     config = request.config
-    default = Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    directory = RunDirectory(Path(runtime.from_main(str(request.run_dir or default))))
     if not request.resume:
         runtime.on_main(directory.check_unused)
     say = print if runtime.is_main else lambda *_, **__: None
     say(f"run: {directory.path}")
     data = data_directory(config.data, runtime=runtime, say=say)
     survey = survey_data(data, row_limit=config.train.survey_rows, runtime=runtime)
-    job = build(config, data=data, directory=directory, runtime=runtime)
+    job = build(config, data=data, directory=directory, runtime=runtime, lock=lock)
     first = job.restore_latest() if request.resume else 0
 
     def prepare_directory() -> None:
@@ -129,7 +146,9 @@ def loader_config(config: RunConfig) -> LoaderConfig:
     )
 
 
-def build(config: RunConfig, *, data: Path, directory: RunDirectory, runtime: Runtime) -> Job:
+def build(
+    config: RunConfig, *, data: Path, directory: RunDirectory, runtime: Runtime, lock: RunLock | None = None
+) -> Job:
     """Loader, model, tables and trainer of one job, at step 0."""
     seed_everything(config.train.seed, rank=runtime.rank)
     loader = build_loader(
@@ -147,4 +166,4 @@ def build(config: RunConfig, *, data: Path, directory: RunDirectory, runtime: Ru
         runtime=runtime,
     )
     trainer = Trainer(parallel, schema=schema, config=config, runtime=runtime, total_steps=total_steps)
-    return Job(trainer=trainer, loader=loader, data=data, directory=directory, total_steps=total_steps)
+    return Job(trainer=trainer, loader=loader, data=data, directory=directory, total_steps=total_steps, lock=lock)

@@ -20,12 +20,14 @@ from gem_data.interface import Batch, Loader, LoaderConfig, Schema
 
 from gem_pipelines import checkpoint, evaluate
 from gem_pipelines.checkpoint_format import step_directory
+from gem_pipelines.checkpoint_saver import Saver
 from gem_pipelines.config_codec import to_json
 from gem_pipelines.measure import matmul_peak_flops_per_s, memory_bytes
 from gem_pipelines.outcome import Throughput, best_possible_ne, counting_floors
 from gem_pipelines.parallelize import parameter_counts
 from gem_pipelines.progress import ProgressDisplay
 from gem_pipelines.rundir import RunDirectory
+from gem_pipelines.runlock import RunLock
 from gem_pipelines.sinks import Sinks
 from gem_pipelines.timing import PartClock
 from gem_pipelines.trainer import Trainer
@@ -44,7 +46,14 @@ class Job:
     """The loop around `Trainer.step`."""
 
     def __init__(
-        self, *, trainer: Trainer, loader: Loader, data: Path, directory: RunDirectory, total_steps: int
+        self,
+        *,
+        trainer: Trainer,
+        loader: Loader,
+        data: Path,
+        directory: RunDirectory,
+        total_steps: int,
+        lock: RunLock | None = None,
     ) -> None:
         self.trainer = trainer
         self.loader = loader
@@ -56,6 +65,17 @@ class Job:
         self.schema: Schema = trainer.schema
         self.display = ProgressDisplay(
             total_steps=total_steps, print_every=self.config.train.print_every, enabled=self.runtime.is_main
+        )
+        train = self.config.train
+        self.saver = Saver(
+            directory.checkpoints,
+            runtime=self.runtime,
+            keep=train.keep_checkpoints,
+            asynchronous=train.checkpoint_async,
+            full_every=train.checkpoint_full_every,
+            on_error=train.on_save_error,
+            lock=lock,
+            say=self.display.say,
         )
         self.throughput = Throughput()
         self._sinks: Sinks | None = None
@@ -70,6 +90,7 @@ class Job:
             say("no checkpoint to resume from: starting at step 0")
             return 0
         checkpoint.restore(step_directory(self.directory.checkpoints, step), self.trainer, self.loader)
+        self.saver.resumed_from(step)
         say(f"resumed from step {step}")
         return step
 
@@ -81,6 +102,7 @@ class Job:
         if self.runtime.is_main:
             train = self.config.train
             self._sinks = Sinks(self.directory, tensorboard=train.tensorboard, first_step=first, say=self.display.say)
+        self.saver.check_room(self.trainer)
         self._write(self._start_record(peak, resumed_from, survey))
         self.display.start(first)
         try:
@@ -90,11 +112,14 @@ class Job:
             while self.trainer.position.step < self.total_steps:
                 self._one_step(steps, peak)
                 self._save_and_evaluate()
+            self.saver.finish(self.total_steps)  # exit code 0 means that the last checkpoint is durable
+            self._record_saves()
             end = self._end_record(time.perf_counter() - started, resumed_from)
             self._write(end)
         finally:
             self.display.stop()
             self.loader.close()
+            self.saver.close()
             if self._sinks is not None:
                 self._sinks.close()
         if not self.runtime.is_main:
@@ -138,6 +163,9 @@ class Job:
         try:
             batches = next(steps)
         except ValueError as error:
+        failed = self.saver.failure()
+        if failed is not None:
+            self.trainer.stop_together(failed)
             self.trainer.stop_together(error)
         self.trainer.position.epoch = batches[0].step // self.loader.batches_per_epoch
         return batches
@@ -164,7 +192,8 @@ class Job:
         """The checkpoint comes first: what was trained must outlive an evaluation that fails."""
         train, step = self.config.train, self.trainer.position.step
         if step == self.total_steps or (train.checkpoint_every and step % train.checkpoint_every == 0):
-            checkpoint.save(self.directory.checkpoints, self.trainer, self.loader, keep=train.keep_checkpoints)
+            self.saver.save(self.trainer, self.loader)
+        self._record_saves()
         if self._evaluation_is_due():
             self._evaluate()
 
@@ -176,6 +205,10 @@ class Job:
         """Whether a resumed run stopped between the checkpoint of its step and the evaluation; the last step of a
         finished run is evaluated once more, for the outcome.
         """
+    def _record_saves(self) -> None:
+        for record in self.saver.records():
+            self._write(record)
+
         step = self.trainer.position.step
         done = self.runtime.from_main(str(int(self.directory.has_evaluation(step)) if self.runtime.is_main else 0))
         return step > 0 and self._evaluation_is_due() and (done == "0" or step == self.total_steps)

@@ -7,6 +7,7 @@
     tensorboard/             the same figures as TensorBoard events
     predictions-<step>.parquet
     checkpoints/step-<NNNNNNNN>/
+    run.lock                 held by the job that writes here
     report.html, report.md   written by `gemline report`
 
 A run that has started is never overwritten: training into its directory needs --resume.
@@ -48,6 +49,11 @@ class RunDirectory:
     def metrics_file(self) -> Path:
         """The records."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def lock_file(self) -> Path:
+        """Locked by the one job that writes here (runlock.py)."""
+        return self.path / "run.lock"
 
     @property
     def checkpoints(self) -> Path:
