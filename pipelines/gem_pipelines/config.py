@@ -29,6 +29,10 @@ FREE_ON_RESUME = frozenset(
         "train.survey_rows",
         "train.checkpoint_every",
         "train.keep_checkpoints",
+        "train.checkpoint_async",
+        "train.checkpoint_full_every",
+        "train.on_save_error",
+        "train.max_skipped_steps",
         "train.record_every",
         "train.print_every",
         "train.profile_every",
@@ -71,9 +75,7 @@ class DataConfig:
     global_batch_size: int = 512
     """Rows of one micro-batch over all processes."""
     accumulate: int = 1
-    """Micro-batches per optimizer step. Dense gradients add up; tables update at every micro-batch (their update is
-    part of backward).
-    """
+    """Micro-batches per optimizer step. Their gradients add up, of the dense model and of the tables."""
     shuffle: bool = True
     """Deterministic from train.seed and the epoch."""
     window_groups: int = 8
@@ -207,7 +209,16 @@ class TrainConfig:
     checkpoint_every: int = 0
     """Write a checkpoint every so many steps; 0: only at the end."""
     keep_checkpoints: int = 3
-    """How many of the newest checkpoints are kept."""
+    """How many of the newest sound checkpoints are kept."""
+    checkpoint_async: bool = True
+    """Write checkpoints beside training, from a snapshot; False: training waits until each is durable."""
+    checkpoint_full_every: int = 1
+    """Every so many checkpoints a full one; those between hold the table rows that changed since (1: all full)."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """After a checkpoint that could not be written: stop, or go on, counted and told. The last one must succeed."""
+    max_skipped_steps: int = 0
+    """How many steps of a run may be left out because their batch is bad, or a loss or gradient is not finite; one more
+    stops the run. Nothing of such a step is trained. 0: the first stops it."""
     record_every: int = 1
     """Steps per record in metrics.jsonl and TensorBoard."""
     print_every: int = 1
@@ -233,8 +244,10 @@ class TrainConfig:
         check_types(self, "train")
         _at_least("train", 1, steps=self.steps, epochs=self.epochs, metric_window=self.metric_window)
         _at_least("train", 1, eval_batch_size=self.eval_batch_size, keep_checkpoints=self.keep_checkpoints)
+        _at_least("train", 1, checkpoint_full_every=self.checkpoint_full_every)
         _at_least("train", 1, record_every=self.record_every, print_every=self.print_every, threads=self.threads)
         _at_least("train", 0, eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
+        _at_least("train", 0, max_skipped_steps=self.max_skipped_steps)
         _at_least("train", 0, profile_every=self.profile_every, seed=self.seed, survey_rows=self.survey_rows)
         for weight in self.task_weights:
             _at_least("train", 0, task_weights=weight)
@@ -244,7 +257,6 @@ class TrainConfig:
             raise ConfigError(f"train.timeout_s is {self.timeout_s}, expected above 0")
 
 
-        _at_least("train", 1, checkpoint_full_every=self.checkpoint_full_every)
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A complete run."""
