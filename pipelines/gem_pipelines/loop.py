@@ -146,12 +146,15 @@ class Job:
         # Step 1 pays for first allocations: profiling starts at step 2.
         profiled = train.profile_every > 0 and (number - 2) % train.profile_every == 0
         begin = time.perf_counter()
-        clock = PartClock(device=self.runtime.device)
+        clock = PartClock(device=self.runtime.device, synchronize=profiled)
         with clock.part("read"):
             batches = self._read(steps)
         with clock.watching(self.trainer.parallel.module.parts()) if profiled else nullcontext():
             record = self.trainer.step(batches, clock=clock, profiled=profiled)
         self.loader.mark_trained(batches[-1])
+        if record["kind"] == "skip":
+            self._record_skip(record)
+            return
         seconds = time.perf_counter() - begin
         parts = clock.seconds() if profiled else None
         self.throughput.add(record, seconds=seconds, parts=parts)
@@ -160,15 +163,20 @@ class Job:
 
     def _read(self, steps: Iterator[list[Batch]]) -> list[Batch]:
         """The next step's batches. Data that cannot be read here stops every rank at this step, not this one alone."""
-        try:
-            batches = next(steps)
-        except ValueError as error:
         failed = self.saver.failure()
         if failed is not None:
             self.trainer.stop_together(failed)
+        try:
+            batches = next(steps)
+        except ValueError as error:
             self.trainer.stop_together(error)
         self.trainer.position.epoch = batches[0].step // self.loader.batches_per_epoch
         return batches
+
+    def _record_skip(self, record: dict[str, Any]) -> None:
+        self._write(record)
+        count, limit = record["skipped_steps"], record["max_skipped_steps"]
+        self.display.say(f"STEP {record['step']} LEFT OUT ({count} of at most {limit}): {record['reason']}")
 
     def _record_step(
         self, record: dict[str, Any], *, seconds: float, parts: dict[str, float] | None, peak: float
@@ -197,6 +205,10 @@ class Job:
         if self._evaluation_is_due():
             self._evaluate()
 
+    def _record_saves(self) -> None:
+        for record in self.saver.records():
+            self._write(record)
+
     def _evaluation_is_due(self) -> bool:
         every, step = self.config.train.eval_every, self.trainer.position.step
         return step == self.total_steps or bool(every and step % every == 0)
@@ -205,10 +217,6 @@ class Job:
         """Whether a resumed run stopped between the checkpoint of its step and the evaluation; the last step of a
         finished run is evaluated once more, for the outcome.
         """
-    def _record_saves(self) -> None:
-        for record in self.saver.records():
-            self._write(record)
-
         step = self.trainer.position.step
         done = self.runtime.from_main(str(int(self.directory.has_evaluation(step)) if self.runtime.is_main else 0))
         return step > 0 and self._evaluation_is_due() and (done == "0" or step == self.total_steps)

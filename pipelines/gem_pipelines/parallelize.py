@@ -53,6 +53,7 @@ class ParallelModel:
     specs    their shapes
     placement       where the parts of the dense parameters are
     dense_expected  canonical name of every tensor of the whole dense model -> shape and dtype
+    meshes  process groups by axis; None where the world is the only group
     """
 
     module: nn.Module
@@ -61,6 +62,7 @@ class ParallelModel:
     specs: tuple[TableSpec, ...]
     placement: Placement
     dense_expected: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    meshes: Meshes | None = None
 
     def __call__(self, inputs: ModelInput) -> Tensor:
         """Logits (B, T)."""
@@ -124,6 +126,7 @@ def parallelize(
         specs=tuple(specs),
         placement=placement,
         dense_expected=expected,
+        meshes=meshes,
     )
 
 

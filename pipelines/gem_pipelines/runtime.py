@@ -139,6 +139,9 @@ def start_runtime(*, device: str, threads: int | None, deterministic: bool, time
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         backend = "cpu:gloo,cuda:nccl"
+        if deterministic:
+            # cuBLAS wants its workspace fixed, and torch refuses deterministic products without; read at the first one
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if dist.is_initialized():
         raise RunError("a process group exists already in this process: one run per process")
     # TorchRec makes torch.fx say on every start that one of its functions will be renamed.

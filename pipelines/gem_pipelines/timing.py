@@ -6,8 +6,8 @@ of their creation, so a part's backward begins when the gradient of its output i
 reads the clock. Nothing is inserted into the graph; a profiled step therefore computes the same bits as any other.
 Operations between parts count to the part whose output follows them.
 
-Hooks exist only during profiled steps. On CUDA the device is synchronised at every border, which is why not every
-step is profiled.
+Hooks exist only during profiled steps. On CUDA the device is synchronised at every border of a profiled step, which is
+why not every step is profiled; a clock with `synchronize` False waits for nothing, and its figures mean nothing there.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ PARTS = ("read", "tables", "sequence", "interaction", "cross", "heads", "optimiz
 
 
 class PartClock:
-    """Adds up seconds by part. `clock` is for tests."""
+    """Adds up seconds by part. `clock` is for tests; `synchronize` False: do not wait for a CUDA device."""
 
-    def __init__(self, *, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, *, device: torch.device, clock: Callable[[], float] = time.perf_counter, synchronize: bool = True
+    ) -> None:
+        self._waits = synchronize and device.type == "cuda"
         self._device = device
         self._clock = clock
         self._seconds = dict.fromkeys(PARTS, 0.0)
@@ -36,7 +39,7 @@ class PartClock:
 
     def switch(self, part: str) -> str:
         """From now on time belongs to `part`; returns the part before."""
-        if self._device.type == "cuda":
+        if self._waits:
             torch.cuda.synchronize(self._device)
         now = self._clock()
         self._seconds[self._current] += now - self._since

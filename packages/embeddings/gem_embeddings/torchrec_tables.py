@@ -267,11 +267,18 @@ def _environment(group: Any) -> Any:
 
 
 def _name_global_ranks(plan: Any, group: Any) -> None:
-    """Sharded tensors name the owner of a shard by its rank in the world, TorchRec's shardings by that in the group."""
+    """Sharded tensors name the owner of a shard by its rank in the world, and the owner's device by its number on the
+    owner's host; TorchRec's plan names both as if the group were the world.
+    """
+    from torchrec.distributed.comm import get_local_size
+
+    per_host = get_local_size(dist.get_world_size())
     for sharding in plan.values():
         for shard in sharding.sharding_spec.shards:
             owner = dist.get_global_rank(group, shard.placement.rank())
-            shard.placement = torch.distributed._remote_device(f"rank:{owner}/{shard.placement.device()}")
+            device = shard.placement.device()
+            named = f"cuda:{owner % per_host}" if device.type == "cuda" else str(device)
+            shard.placement = torch.distributed._remote_device(f"rank:{owner}/{named}")
 
 
 def place_tables(specs: Sequence[TableSpec], ranks: int) -> dict[str, int]:

@@ -1,30 +1,19 @@
-"""The workload of a recipe: its model's shapes, and what a sample holds in the recipe's own data.
+"""The workload of a recipe: its model's shapes (shapes.py), and what a sample holds in the recipe's own data.
 
-Parameter shapes come from the model itself; FLOPs from `training_flops` at the data's lengths; ids from the schema and
-the mean lengths; saved activations from one forward of a few random rows of typical lengths, counted by storage as
-autograd saves them. So everything but memory holes and dtype changes is what the job will do.
+FLOPs are counted at the data's lengths; ids follow from the schema and the mean lengths.
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
-import torch
 from gem_data.api import inspect_dataset, read_schema
-from gem_data.interface import Schema
-from torch import nn
 
-from gem_pipelines.config import ModelConfig, RunConfig
+from gem_pipelines.config import RunConfig
 from gem_pipelines.errors import ConfigError
-from gem_pipelines.model.build import build_model, table_specs
-from gem_pipelines.model.flops import model_flops, training_flops
-from gem_pipelines.model.inputs import ModelInput, StreamInput
-from gem_pipelines.model.plan import plan_model
-from gem_pipelines.planner.workload import TableLoad, Workload, dense_units
-
-PROBE_ROWS = 8
+from gem_pipelines.planner.shapes import PROBE_ROWS, shaped_workload
+from gem_pipelines.planner.workload import Workload
 
 
 def recipe_workload(config: RunConfig, data: Path, *, world_size: int) -> Workload:
@@ -36,21 +25,14 @@ def recipe_workload(config: RunConfig, data: Path, *, world_size: int) -> Worklo
             f"data.global_batch_size is {config.data.global_batch_size}, fewer rows than {world_size} ranks; give more "
             "with --data.global_batch_size"
         )
-    lengths = {name: _typical(found) for name, found in described["streams"].items()}
-    means = {name: float(found["mean"]) for name, found in described["streams"].items()}
-    rows = {"rows": len(next(iter(lengths.values()), [0] * PROBE_ROWS))}
-    forward = _per_sample(config.model, schema, lengths, rows["rows"], backward=False)
-    both = _per_sample(config.model, schema, lengths, rows["rows"], backward=True)
-    model = build_model(schema, config.model, seed=0)
-    return Workload(
+    return shaped_workload(
+        schema,
+        config.model,
         name=config.name,
-        units=dense_units(model, in_out=_interaction_sizes(schema, config.model)),
-        tables=_table_loads(schema, config.model, means, described),
         batch=config.data.global_batch_size // world_size,
-        forward_flops=forward["mean"],
-        backward_flops=both["mean"] - forward["mean"],
-        flops_spread=both["spread"],
-        activation_bytes=saved_bytes(model, schema, config.model, lengths) / rows["rows"],
+        lengths={name: _typical(found) for name, found in described["streams"].items()},
+        stream_means={name: float(found["mean"]) for name, found in described["streams"].items()},
+        list_means={feature.name: float(described["lists"][feature.name]["mean"]) for feature in schema.lists},
         source=f"recipe {config.name} on its data",
     )
 
@@ -66,92 +48,3 @@ def _typical(described: dict[str, Any]) -> list[int]:
         share = 0.0 if above[0] == below[0] else (at - below[0]) / (above[0] - below[0])
         found.append(round(below[1] + share * (above[1] - below[1])))
     return found
-
-
-def _per_sample(
-    config: ModelConfig, schema: Schema, lengths: dict[str, list[int]], rows: int, *, backward: bool
-) -> dict[str, float]:
-    """Mean and relative spread of a sample's FLOPs."""
-    count = training_flops if backward else model_flops
-    each = [
-        sum(count(config, schema, {name: [found[row]] for name, found in lengths.items()}, rows=1).values())
-        for row in range(rows)
-    ]
-    mean = sum(each) / rows
-    spread = math.sqrt(sum((value - mean) ** 2 for value in each) / rows)
-    return {"mean": mean, "spread": spread / mean if mean else 0.0}
-
-
-def _interaction_sizes(schema: Schema, config: ModelConfig) -> list[tuple[int, int]]:
-    """Numbers a sample that go into and come out of each layer's interaction."""
-    plan = plan_model(schema, config)
-    out = config.interaction.tokens * config.dim
-    return [((plan.tokens_in[i] + plan.summary_tokens) * config.dim, out) for i in range(config.layers)]
-
-
-def _table_loads(
-    schema: Schema, config: ModelConfig, means: dict[str, float], described: dict[str, Any]
-) -> tuple[TableLoad, ...]:
-    lists = {feature.name: float(described["lists"][feature.name]["mean"]) for feature in schema.lists}
-    loads = []
-    for spec in table_specs(schema, config):
-        ids = sum(_ids(feature, lists, means) for feature in spec.features)
-        vectors = float(len(spec.features)) if spec.pooling != "none" else ids
-        loads.append(
-            TableLoad(
-                name=spec.name, rows=spec.rows, dim=spec.dim, ids=ids, vectors=vectors, features=len(spec.features)
-            )
-        )
-    return tuple(loads)
-
-
-def _ids(feature: str, lists: dict[str, float], streams: dict[str, float]) -> float:
-    if feature in lists:
-        return lists[feature]
-    return streams.get(feature.partition(".")[0], 1.0) if "." in feature else 1.0
-
-
-def saved_bytes(model: nn.Module, schema: Schema, config: ModelConfig, lengths: dict[str, list[int]]) -> int:
-    """Bytes that autograd keeps after a forward of random rows with these lengths; parameters are not counted."""
-    inputs = _random_inputs(schema, config, lengths)
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
-    alive = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(inputs)
-    return sum(kept.values())
-
-
-def _random_inputs(schema: Schema, config: ModelConfig, lengths: dict[str, list[int]]) -> ModelInput:
-    generator = torch.Generator().manual_seed(0)
-    rows = len(next(iter(lengths.values()))) if lengths else PROBE_ROWS
-
-    def vectors(count: int) -> torch.Tensor:
-        return torch.randn(count, config.table_dim, generator=generator).requires_grad_()
-
-    embeddings = {feature.name: vectors(rows) for feature in (*schema.scalars, *schema.lists)}
-    streams = {}
-    for stream in schema.streams:
-        counts = torch.tensor(lengths[stream.name])
-        total = int(counts.sum())
-        embeddings |= {f"{stream.name}.{field.name}": vectors(total) for field in stream.fields}
-        streams[stream.name] = StreamInput(
-            offsets=torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]),
-            actions=torch.zeros(total, dtype=torch.int64),
-            times=torch.arange(total),
-            max_len=int(counts.max()),
-        )
-    return ModelInput(
-        embeddings=embeddings,
-        dense=torch.zeros(rows, len(schema.dense)),
-        timestamps=torch.full((rows,), 10**9),
-        streams=streams,
-    )

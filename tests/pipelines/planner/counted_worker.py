@@ -15,7 +15,7 @@ from gem_pipelines.model.build import build_model
 from gem_pipelines.model.config import InteractionConfig
 from gem_pipelines.model.testing import make_config, make_inputs, make_schema
 from gem_pipelines.planner.moves import moves_of, table_bytes
-from gem_pipelines.planner.recipe import _interaction_sizes
+from gem_pipelines.planner.shapes import _interaction_sizes
 from gem_pipelines.planner.workload import TableLoad, Workload, dense_units, experts_of, owned_experts, units_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard

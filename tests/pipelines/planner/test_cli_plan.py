@@ -11,7 +11,8 @@ from gem_pipelines.cli import main
 from gem_pipelines.model.build import build_model
 from gem_pipelines.model.flops import training_flops
 from gem_pipelines.model.testing import make_config, make_schema
-from gem_pipelines.planner.recipe import _typical, saved_bytes
+from gem_pipelines.planner.recipe import _typical
+from gem_pipelines.planner.shapes import saved_bytes
 
 
 def test_words(capsys):

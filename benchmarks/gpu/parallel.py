@@ -1,0 +1,162 @@
+"""Parity, scaling and traffic of the parallel axes on the GPUs of one host: one command, no network.
+
+    OUT=results python benchmarks/gpu/parallel.py                    worlds 1, 2 and, with four GPUs, 4
+    OUT=results python benchmarks/gpu/parallel.py --worlds 1 2
+    python benchmarks/gpu/parallel.py --device cpu --worlds 1 2      the same over gloo, small sizes: a dry run
+
+Needs torch, TorchRec and FBGEMM (a CUDA build; a folder on PYTHONPATH will do) and numpy. It starts the processes of
+each world size by itself, one world after the other, and takes three to five minutes on two GPUs.
+
+1. Parity: 20 steps of the debug model, row-wise AdaGrad and AdamW in float32, under every factorization of the world
+   size, against one GPU: parameters, moments and tables within 1e-5, losses within 1e-5 (relative). Learning rates are
+   those of recipe ml100k_cpu: at three times as much, rounding grows past 1e-5 within 20 steps of this model.
+2. Speed of a mid-size recipe, the same batch a rank at every world size: step time (median, slowest rank), scaling
+   ratio (step of one GPU over step of n: 1 is ideal), bytes that rank 0 sends (counted by process group and collective,
+   planned by axis), exposed communication (NCCL kernels beside which no other kernel runs; profiler, rank 0).
+3. Prediction: the planner's step for the measured network and device, with the share of the peak that one GPU reached,
+   beside the measured one.
+
+Products of the speed part run in TF32 (--matmul highest: float32). Writes $OUT/parallel.json and prints a table.
+Ends with 1 when a process failed or a factorization is not within 1e-5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+WORKER = Path(__file__).with_name("parallel_rank.py")
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = (*ROOT.glob("packages/*/"), ROOT / "pipelines", ROOT / "benchmarks")
+TIME_LIMIT_S = 280
+
+
+def launch(world: int, work: Path, arguments: list[str], *, limit_s: float) -> None:
+    """Run all ranks of one world; RuntimeError with what they said when one fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    paths = os.pathsep.join([*map(str, PACKAGES), os.environ.get("PYTHONPATH", "")])
+    logs = [work / f"world-{world}-rank-{rank}.log" for rank in range(world)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        settings = os.environ | {
+            "PYTHONPATH": paths,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "0"),
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST": os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
+        }
+        command = [sys.executable, str(WORKER), str(work), *arguments]
+        with log.open("w") as out:
+            ranks.append(subprocess.Popen(command, env=settings, stdout=out, stderr=subprocess.STDOUT))
+    codes: list[int | None] = []
+    try:
+        codes += [process.wait(timeout=limit_s) for process in ranks]
+    except subprocess.TimeoutExpired:
+        codes.append(None)
+    finally:
+        for process in ranks:
+            process.kill()
+    if codes != [0] * world:
+        said = "\n".join(f"---- rank {rank}\n{log.read_text()[-4000:]}" for rank, log in enumerate(logs))
+        raise RuntimeError(f"world {world}: the ranks ended with {codes} (None: not within {limit_s} s)\n{said}")
+
+
+def rows_of(found: dict[int, dict[str, Any]]) -> list[list[str]]:
+    """The table: a line a world size and factorization."""
+    lines = [["world", "factorization", "parity", "step ms", "scaling", "exposed ms", "predicted ms", "MB sent"]]
+    alone = next((row["step_s"] for row in found[1]["speed"]["rows"]), None)
+    for world, record in found.items():
+        worst = {row["name"]: row for row in record["parity"]}
+        speeds = {row["name"]: row for row in record["speed"]["rows"]}
+        for name in [*worst, *(name for name in speeds if name not in worst)]:
+            parity, speed = worst.get(name), speeds.get(name, {})
+            if "reason" in speed:
+                lines.append([str(world), name, "", speed["reason"], "", "", "", ""])
+                continue
+            exposed = speed.get("exposed_communication_s")
+            sent = speed.get("bytes_by_group", {})
+            lines.append(
+                [
+                    str(world),
+                    name,
+                    "" if parity is None else f"{max(parity['worst'], parity['loss']):.1e}",
+                    f"{speed['step_s'] * 1e3:.2f}" if speed else "",
+                    f"{alone / speed['step_s']:.3f}" if speed and alone else "",
+                    "" if exposed is None else f"{exposed * 1e3:.2f}",
+                    f"{speed['predicted_s'] * 1e3:.2f}" if "predicted_s" in speed else "",
+                    ", ".join(f"{group} {count / 1e6:.2f}" for group, count in sent.items() if count >= 5e3),
+                ]
+            )
+    return lines
+
+
+def print_table(lines: list[list[str]]) -> None:
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), flush=True)
+
+
+def default_worlds(device: str) -> list[int]:
+    if device == "cpu":
+        return [1, 2]
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < 2:
+        sys.exit(f"parallel.py compares GPUs with each other: torch sees {count}; --device cpu is a dry run")
+    return [world for world in (1, 2, 4) if world <= count]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--worlds", type=int, nargs="+", choices=(1, 2, 4))
+    parser.add_argument("--size", choices=("mid", "small"), help="default: mid on CUDA, small on the CPU")
+    parser.add_argument("--attention", choices=("eager", "triton"), default="eager")
+    parser.add_argument("--matmul", choices=("high", "highest"), default="high")
+    parser.add_argument("--only", choices=("all", "parity", "speed"), default="all")
+    given = parser.parse_args()
+    worlds = given.worlds or default_worlds(given.device)
+    size = given.size or ("mid" if given.device == "cuda" else "small")
+    if worlds[0] != 1:
+        parser.error("--worlds must begin with 1: it is what the others are compared with")
+    found: dict[int, dict[str, Any]] = {}
+    failures = []
+    arguments = [given.device, size, given.attention, given.matmul, given.only]
+    with tempfile.TemporaryDirectory() as work:
+        for world in worlds:
+            try:
+                launch(world, Path(work), arguments, limit_s=TIME_LIMIT_S)
+                found[world] = json.loads((Path(work) / f"world-{world}.json").read_text())
+            except RuntimeError as problem:
+                print(problem, file=sys.stderr, flush=True)
+                failures.append(str(problem)[-2000:])
+                if world == 1:
+                    break
+    out = Path(os.environ.get("OUT", "."))
+    out.mkdir(parents=True, exist_ok=True)
+    record = {"arguments": vars(given), "size": size, "worlds": found, "failures": failures}
+    (out / "parallel.json").write_text(json.dumps(record, indent=1))
+    if found:
+        print_table(rows_of(found))
+    apart = [row["name"] for record in found.values() for row in record["parity"] if not row["within_1e-5"]]
+    if apart:
+        print(f"not within 1e-5 of one process: {', '.join(apart)}", file=sys.stderr)
+    return 1 if failures or apart else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,345 @@
+"""One rank of parallel.py: `python parallel_rank.py WORK DEVICE SIZE ATTENTION MATMUL ONLY`. Rank and world come
+by environment, the packages by PYTHONPATH; parallel.py sees to both.
+
+Rank 0 writes WORK/world-<n>.json. At world size 1 the states that others are compared with go to WORK/<name>.pt.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import parallel_cases as cases
+import torch
+from device import describe_device
+from gem_comm.api import Traffic, make_collectives, observe_traffic, probe_topology
+from gem_comm.fsdp import FsdpAllGather
+from gem_comm.interface import Device, Meshes, Tier, Topology
+from gem_pipelines.measure import matmul_peak_flops_per_s
+from gem_pipelines.model.build import build_model, table_specs
+from gem_pipelines.parallel_mesh import mesh_spec
+from gem_pipelines.parallelize import parallelize
+from gem_pipelines.planner.estimate import Assumptions, estimate
+from gem_pipelines.planner.moves import bytes_by_axis
+from gem_pipelines.planner.shapes import shaped_workload
+from gem_pipelines.runtime import Runtime, start_runtime
+from gem_pipelines.timing import PartClock
+from gem_pipelines.trainer import Trainer
+from torch.distributed.fsdp import FSDPModule
+
+
+def make_trainer(schema: Any, config: Any, runtime: Runtime) -> Trainer:
+    parallel = parallelize(
+        build_model(schema, config.model, seed=0),
+        table_specs(schema, config.model),
+        config=config.tables,
+        parallel=config.parallel,
+        seed=0,
+        runtime=runtime,
+    )
+    return Trainer(parallel, schema=schema, config=config, runtime=runtime, total_steps=config.train.steps or 1)
+
+
+def step(trainer: Trainer, batch: Any) -> dict[str, Any]:
+    return trainer.step([batch], clock=PartClock(device=trainer.runtime.device, synchronize=False))
+
+
+# ------------------------------------------------------------------------------------------------ parity
+
+
+def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Everything that training changed, whole, on the CPU. A collective."""
+    found = {f"dense.{k}": v for k, v in trainer.parallel.dense_state().items()}
+    found |= {f"optimizer.{k}": v for k, v in trainer.optimizer.state_tensors().items()}
+    for table, entry in trainer.parallel.tables.table_state().items():
+        found |= {f"tables.{table}.{kind}": value for kind, value in entry.items()}
+    return {key: value.detach().cpu().clone() for key, value in found.items()}
+
+
+def parity(work: Path, runtime: Runtime) -> list[dict[str, Any]]:
+    """Every factorization of this world size, 20 steps, against one process: the largest difference."""
+    schema, batches = cases.parity_schema(), cases.parity_batches(runtime.rank, runtime.world_size)
+    rows = []
+    for name, (section, model) in cases.PARITY[runtime.world_size].items():
+        start = time.perf_counter()
+        trainer = make_trainer(schema, cases.parity_config(section, model), runtime)
+        losses = [step(trainer, batch)["loss"] for batch in batches]
+        state = whole_state(trainer)
+        if runtime.world_size == 1:
+            torch.save({"state": state, "losses": losses}, work / f"{model}.pt")
+            continue
+        if runtime.is_main:
+            rows.append({"name": name, **compare(work / f"{model}.pt", state, losses)})
+            rows[-1]["seconds"] = time.perf_counter() - start
+    return rows
+
+
+def compare(oracle: Path, state: dict[str, torch.Tensor], losses: list[float]) -> dict[str, Any]:
+    """worst: largest absolute difference of parameters and moments; loss: largest relative difference of losses."""
+    whole = torch.load(oracle)
+    if whole["state"].keys() != state.keys():
+        raise ValueError(f"{oracle.stem}: the states have different names: {whole['state'].keys() ^ state.keys()}")
+    worst = {key: float((state[key].double() - value.double()).abs().max()) for key, value in whole["state"].items()}
+    where = max(worst, key=worst.__getitem__)
+    loss = max(abs(b - a) / abs(a) for a, b in zip(whole["losses"], losses, strict=True))
+    return {
+        "worst": worst[where],
+        "where": where,
+        "loss": loss,
+        "last_loss": losses[-1],
+        "within_1e-5": worst[where] <= 1e-5 and loss <= 1e-5,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ speed
+
+
+def speed(work: Path, runtime: Runtime, size: cases.Size, attention: str) -> dict[str, Any]:
+    """The mid-size recipe under the factorizations of this world size; a rank's batch is the same at every size."""
+    schema, world = cases.speed_schema(size), runtime.world_size
+    batches = [
+        cases.draw_batch(schema, size.rows, mean=size.events, seed=1000 * runtime.rank + number) for number in range(4)
+    ]
+    device = measured_device(runtime)
+    topology = measured_topology(runtime, device)
+    rows = []
+    for name, section in cases.SPEED[world].items():
+        config = cases.speed_config(size, section, attention=attention)
+        trainer = make_trainer(schema, config, runtime)
+        rows.append({"name": name, **timed(trainer, batches, size.steps)})
+        rows[-1] |= plan(work, schema, config, topology, size)
+        if world == 1:
+            calibrate(work, rows[-1], device)
+            rows[-1] |= plan(work, schema, config, topology, size)
+        if "shard" in section and section["shard"] == world > 1 and runtime.device.type == "cuda":
+            rows.append({"name": f"{name}.peer_copy", **with_peer_copies(trainer, batches, size.steps)})
+        del trainer
+        if runtime.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return {"rows": rows, "topology": to_json(topology)}
+
+
+def with_peer_copies(trainer: Trainer, batches: list[Any], steps: int) -> dict[str, Any]:
+    """The same trainer with FSDP2's all-gathers by the copy engines; or the reason why they cannot run."""
+    meshes = trainer.parallel.meshes
+    assert isinstance(meshes, Meshes)
+    try:
+        comm = make_collectives(meshes, "shard_expert", impl="peer_copy", device=trainer.runtime.device)
+    except ValueError as problem:
+        return {"reason": str(problem)}
+    for module in trainer.parallel.module.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(FsdpAllGather(comm))
+    return timed(trainer, batches, steps)
+
+
+def timed(trainer: Trainer, batches: list[Any], steps: int) -> dict[str, Any]:
+    """Median step of the slowest rank, bytes by axis of one step, exposed communication of the profiled steps."""
+    runtime = trainer.runtime
+    for number in range(5):
+        step(trainer, batches[number % len(batches)])
+    traffic = counted(trainer, batches[0])
+    seconds = []
+    for number in range(steps):
+        runtime.barrier()
+        synchronize(runtime)
+        start = time.perf_counter()
+        step(trainer, batches[number % len(batches)])
+        synchronize(runtime)
+        seconds.append(time.perf_counter() - start)
+    exposed = profiled(trainer, batches) if runtime.device.type == "cuda" else {}
+    return {
+        "step_s": slowest(statistics.median(seconds), runtime),
+        "fastest_step_s": slowest(min(seconds), runtime),
+        "bytes_by_group": {f"{axis} {kind}": sent for (axis, kind), sent in traffic.sent.items() if sent},
+        **exposed,
+        "memory_bytes": torch.cuda.max_memory_allocated() if runtime.device.type == "cuda" else None,
+    }
+
+
+def counted(trainer: Trainer, batch: Any) -> Traffic:
+    """What rank 0 sends in one step. Axes over the same ranks share a group, which has the name of one of them."""
+    meshes, world = trainer.parallel.meshes, torch.distributed.group.WORLD
+    assert world is not None
+    groups = {"world": world, **(meshes.process_groups if meshes else {})}
+    preferred = [axis for axis in ("shard", "table_shard", "expert", "replicate", "table_replica") if axis in groups]
+    traffic = Traffic()
+    with observe_traffic(groups, traffic, order=preferred):
+        step(trainer, batch)
+    return traffic
+
+
+def synchronize(runtime: Runtime) -> None:
+    if runtime.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def slowest(value: float, runtime: Runtime) -> float:
+    return float(runtime.gather_rows(torch.tensor([value], dtype=torch.float64)).max())
+
+
+def profiled(trainer: Trainer, batches: list[Any], steps: int = 3) -> dict[str, Any]:
+    """Seconds a step of this rank's GPU: NCCL kernels and copies between GPUs, the part of them beside no other
+    kernel, and other kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        for number in range(steps):
+            step(trainer, batches[number % len(batches)])
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        found.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    moving, computing = [], []
+    for event in events:
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        name = event["name"].lower()
+        communicates = "nccl" in name or "peer to peer" in name or "ptop" in name
+        (moving if communicates else computing).append(span)
+    return {
+        "communication_s": length(union(moving)) / 1e6 / steps,
+        "exposed_communication_s": uncovered(union(moving), union(computing)) / 1e6 / steps,
+        "computing_s": length(union(computing)) / 1e6 / steps,
+    }
+
+
+def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Disjoint and ascending. Example: (0, 2), (1, 3), (5, 6) -> (0, 3), (5, 6)."""
+    found: list[tuple[float, float]] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        else:
+            found.append((start, stop))
+    return found
+
+
+def length(spans: list[tuple[float, float]]) -> float:
+    return sum(stop - start for start, stop in spans)
+
+
+def uncovered(spans: list[tuple[float, float]], by: list[tuple[float, float]]) -> float:
+    """Length of `spans` outside of `by`, both disjoint and ascending. Example: (0, 10) by (2, 3), (8, 12): 7."""
+    together = length(union([*spans, *by]))
+    return together - length(by)
+
+
+# ------------------------------------------------------------------------------------------------ prediction
+
+
+def measured_device(runtime: Runtime) -> Device:
+    """Peak of a product and bandwidth of a copy, measured."""
+    peak = matmul_peak_flops_per_s(runtime.device)
+    count = (1 << 28) if runtime.device.type == "cuda" else (1 << 23)
+    source, target = (torch.ones(count, device=runtime.device) for _ in range(2))
+    best = math.inf
+    for _ in range(6):
+        synchronize(runtime)
+        start = time.perf_counter()
+        target.copy_(source)
+        synchronize(runtime)
+        best = min(best, time.perf_counter() - start)
+    memory = torch.cuda.get_device_properties(runtime.device).total_memory if runtime.device.type == "cuda" else 8e9
+    return Device(
+        name=describe_device(0).name,
+        flops_per_s=peak,
+        memory_bytes=float(memory),
+        memory_bytes_per_s=8.0 * count / best,
+    )
+
+
+def measured_topology(runtime: Runtime, device: Device) -> Topology:
+    if runtime.world_size == 1:
+        alone = Tier(name="alone", group_size=None, bandwidth_bytes_per_s=1.0, latency_s=0.0)
+        return Topology(name="one", tiers=(alone,), device=device, source="one rank has no network")
+    probed = probe_topology(device=runtime.device)
+    return Topology(name="probed", tiers=probed.tiers, device=device, source=probed.source)
+
+
+def plan(work: Path, schema: Any, config: Any, topology: Topology, size: cases.Size) -> dict[str, Any]:
+    """Predicted step: `rate` is what the device does on this model, from the step that one rank took."""
+    world = torch.distributed.get_world_size()
+    spread = [round(2 * size.events * (number + 0.5) / 8) for number in range(8)]
+    workload = shaped_workload(
+        schema,
+        config.model,
+        name=config.name,
+        batch=size.rows,
+        lengths={stream.name: spread for stream in schema.streams},
+        stream_means={stream.name: float(size.events) for stream in schema.streams},
+        list_means={feature.name: 1.5 for feature in schema.lists},
+        source="drawn batches",
+    )
+    file = work / "utilisation.json"
+    utilisation = json.loads(file.read_text()) if file.exists() else Assumptions().utilisation
+    found = estimate(
+        workload, mesh_spec(config.parallel, world), topology, Assumptions(utilisation=utilisation, table_gathers=1)
+    )
+    return {
+        "predicted_s": found.step_s,
+        "predicted_parts_s": dict(found.seconds),
+        "planned_bytes_by_axis": bytes_by_axis(tuple(move for move, _ in found.moved)),
+        "flops": size.rows * (workload.forward_flops + workload.backward_flops),
+        "utilisation": utilisation,
+    }
+
+
+def calibrate(work: Path, row: dict[str, Any], device: Device) -> None:
+    """From the step of one rank: which share of the peak makes the prediction equal the measurement there."""
+    parts = row["predicted_parts_s"]
+    others = sum(seconds for part, seconds in parts.items() if part not in ("compute", "recompute"))
+    share = row["flops"] / device.flops_per_s / max(row["step_s"] - others, 1e-9)
+    (work / "utilisation.json").write_text(json.dumps(share))
+
+
+def to_json(topology: Topology) -> dict[str, Any]:
+    assert topology.device is not None
+    return {
+        "tiers": [
+            {
+                "name": tier.name,
+                "bandwidth_bytes_per_s": tier.bandwidth_bytes_per_s,
+                "latency_s": tier.latency_s,
+            }
+            for tier in topology.tiers
+        ],
+        "flops_per_s": topology.device.flops_per_s,
+        "memory_bytes_per_s": topology.device.memory_bytes_per_s,
+        "source": topology.source,
+    }
+
+
+def measure(work: Path, runtime: Runtime, size: cases.Size, *, attention: str, matmul: str) -> dict[str, Any]:
+    # Speed is measured as a job that does not ask for the same bits would run.
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision(matmul)
+    return speed(work, runtime, size, attention)
+
+
+def main() -> None:
+    work, device, size_name, attention, matmul, only = sys.argv[1:7]
+    runtime = start_runtime(device=device, threads=1, deterministic=True, timeout=timedelta(seconds=120))
+    found: dict[str, Any] = {"world_size": runtime.world_size, "parity": [], "speed": {"rows": []}}
+    if only != "speed":
+        found["parity"] = parity(Path(work), runtime)
+    if only != "parity":
+        found["speed"] = measure(Path(work), runtime, cases.SIZES[size_name], attention=attention, matmul=matmul)
+    if runtime.is_main:
+        found |= {"device": describe_device(0).to_json(), "torch": torch.__version__}
+        (Path(work) / f"world-{runtime.world_size}.json").write_text(json.dumps(found, indent=1))
+    runtime.barrier()
+    runtime.close()
+
+
+if __name__ == "__main__":
+    main()
