@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How much the reliability procedures do, and from which seed."""
+    group = parser.getgroup("reliability")
+    group.addoption("--full", action="store_true", help="the full counts of the procedures in tests/reliability")
+    group.addoption("--seed", type=int, default=None, help="seed of their random choices (default: a new one, printed)")
+
+
+_SEED = random.SystemRandom().randrange(2**32)  # another one every session, unless --seed says which
+
+
+@pytest.fixture
+def count(request: pytest.FixtureRequest) -> Callable[..., int]:
+    """count(fast=200, full_count=10_000) -> how many tries this session makes."""
+    full = bool(request.config.getoption("--full"))
+    return lambda *, fast, full_count: full_count if full else fast
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Random choices of one procedure; the seed is printed with the test's output, and is a property of its report."""
+    given = request.config.getoption("--seed")
+    seed = _SEED if given is None else given
+    print(f"seed {seed}   (repeat with --seed {seed})")
+    request.node.user_properties.append(("seed", seed))
+    return random.Random(seed)
 
 
 @pytest.fixture(autouse=True, scope="module")
