@@ -1,5 +1,4 @@
-"""The dense step: AdamW, warm-up and schedule, clipping by the global norm. The tables' step already happened in
-backward.
+"""The dense step: AdamW, warm-up and schedule, clipping by the global norm. Tables are updated elsewhere (lookup.py).
 
 The learning rate of optimizer step s (0-based) is lr * factor(s):
 
@@ -10,8 +9,8 @@ The learning rate of optimizer step s (0-based) is lr * factor(s):
 The same shape drives the tables' learning rate (`Tables.set_learning_rate`), from its own base value. The schedule is
 a pure function of the step number: there is no scheduler state to save or to lose.
 
-Clipping sees the dense gradients only. The fused update of the tables happens while backward runs, before any norm is
-known. Weight decay applies to matrices, not to biases and norms (parameters with fewer than two dims).
+Clipping sees the dense gradients only, not those that enter the tables. Weight decay applies to matrices, not to biases
+and norms (parameters with fewer than two dims).
 """
 
 from __future__ import annotations
@@ -94,27 +93,34 @@ class DenseOptimizer:
             floor=config.floor,
         )
 
-    def step(self, step: int) -> tuple[float, float]:
-        """Clip and update; returns (learning rate used, gradient norm before clipping). Gradients are cleared.
+    def clip(self) -> Tensor:
+        """Clip the gradients; returns their norm before, over all ranks, on the device. Changes gradients only."""
+        limit = self.config.max_grad_norm
+        return self.placement.clip(self.named.values(), math.inf if limit is None else limit)
 
-        Raises GradientError, with dense parameters and their state as they were, where the norm is not finite; it is
-        the norm over all ranks, so all raise.
+    def clear(self) -> None:
+        """Drop the gradients."""
+        self.adamw.zero_grad(set_to_none=True)
+
+    def step(self, step: int, norm: Tensor | None = None) -> tuple[float, float]:
+        """Update; returns (learning rate used, gradient norm before clipping). Gradients are cleared.
+
+        norm: what `clip` returned; None: clip now. Raises GradientError, with dense parameters and their state as they
+        were, where the norm is not finite; it is the norm over all ranks, so all raise.
         """
         lr = self.config.lr * self.factor(step)
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        limit = self.config.max_grad_norm
-        norm = float(self.placement.clip(self.named.values(), math.inf if limit is None else limit))
-        if not math.isfinite(norm):
-            self.adamw.zero_grad(set_to_none=True)
+        found = float(self.clip() if norm is None else norm)
+        if not math.isfinite(found):
+            self.clear()
             raise GradientError(
-                f"step {step + 1}: the norm of the dense gradients is {norm}; the dense parameters were not changed, "
-                "but the tables have taken this batch, so the run ends here without a checkpoint of this step. Start "
-                "anew with a lower optimizer.lr or tables.lr, or with optimizer.max_grad_norm."
+                f"step {step + 1}: the norm of the dense gradients is {found}; nothing was changed. Lower optimizer.lr "
+                "or tables.lr, or clip (optimizer.max_grad_norm)."
             )
         self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
-        return lr, norm
+        self.clear()
+        return lr, found
 
     def state_tensors(self) -> dict[str, Tensor]:
         """ "<parameter>.<state>" -> whole tensor, for parameters that were updated at least once. A collective where

@@ -1,17 +1,21 @@
-"""One training step, and the state it moves. Reads like the picture of the design: agree, embed, model, loss,
-backward, step.
+"""One training step, and the state it moves. Reads like the picture of the design: agree, look up, model, loss,
+backward, agree, update.
 
-A step is one optimizer step over `accumulate` global micro-batches. Before anything changes, all ranks exchange one
-small vector: weight sums (the loss is normalised by the global ones), rows, tokens, FLOPs, how many batches each has,
-and whether a batch is bad. So all ranks stop at the same step when one of them holds a bad batch or none. A second
-exchange adds up the loss after forward, still before backward: a loss that is not finite stops all ranks while tables
-and parameters are as they were (with accumulation, as they were before this micro-batch).
+A step is one optimizer step over `accumulate` global micro-batches, and it is a transaction: all of it happens, or
+parameters, tables, optimizer state and random streams stay as they were, to the bit and on all ranks alike. Before
+anything is computed all ranks agree on the batches (agreement.py). Then everything is computed that changes nothing:
+losses, dense gradients, gradients of the looked-up vectors. In a second exchange the ranks agree that these are usable,
+and only then tables and dense parameters are updated (lookup.py says why in this order, and what it costs).
+
+A step that fails stops the run. With train.max_skipped_steps above 0 it is left out instead: it counts as a step, so
+that step numbers, learning rates and checkpoints stay where they are, its samples are noted, and nothing is trained.
 
 Legend: B rows, T tasks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,18 +23,20 @@ import torch
 from gem_data.interface import Batch, Schema
 from torch import Tensor
 
-from gem_pipelines.batches import check_batch, event_lengths, pad_empty
+from gem_pipelines.agreement import Agreement, RemoteBatchError, StepTotals
+from gem_pipelines.batches import BatchError, pad_empty
 from gem_pipelines.config import RunConfig
-from gem_pipelines.errors import RemoteError
 from gem_pipelines.features import to_model_input
+from gem_pipelines.lookup import LARGEST_GRADIENT, Lookup, bad_rows, largest_magnitude, look_up
 from gem_pipelines.loss import bce_by_task, mean_by_task, metric_sums, scaled_loss
 from gem_pipelines.metrics import BinarySums, TaskMetrics
-from gem_pipelines.model.flops import PARTS as MODEL_PARTS
-from gem_pipelines.model.flops import training_flops
-from gem_pipelines.optimizer import DenseOptimizer
+from gem_pipelines.optimizer import DenseOptimizer, GradientError
 from gem_pipelines.parallelize import ParallelModel
 from gem_pipelines.runtime import Runtime
 from gem_pipelines.timing import PartClock
+
+SHOWN_SAMPLES = 8
+"""Sample ids in a message; a record holds all."""
 
 
 class LossError(ValueError):
@@ -39,22 +45,30 @@ class LossError(ValueError):
 
 @dataclass(kw_only=True)
 class Position:
-    """How far training is: optimizer steps, finished epochs, samples and tokens (events) over all ranks."""
+    """How far training is: optimizer steps, finished epochs, samples and tokens (events) over all ranks.
+
+    skipped_steps, skipped_samples   left out because they could not be trained; `step` counts them, `samples` does not
+    quarantined_samples              lost because their row group could not be read
+    """
 
     step: int = 0
     epoch: int = 0
     samples: int = 0
     tokens: int = 0
+    skipped_steps: int = 0
+    skipped_samples: int = 0
+    quarantined_samples: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTotals:
-    """What all ranks agreed on before a step. weight: (T,) float64 weight sums of the whole step, on the CPU."""
+class Computed:
+    """A step before its update. sums: (T, 5) metric sums over all ranks, on the CPU; norm: of the dense gradients."""
 
-    weight: Tensor
-    rows: int
-    tokens: int
-    flops_by_part: dict[str, int]
+    totals: StepTotals
+    lookup: Lookup
+    gradients: dict[str, Tensor]
+    sums: Tensor
+    norm: Tensor
 
 
 class Trainer:
@@ -77,108 +91,155 @@ class Trainer:
         )
         self.metrics = TaskMetrics(self.tasks, window=config.train.metric_window)
         self.position = Position()
+        self._agreement = Agreement(schema=schema, config=config, runtime=runtime, tasks=self.tasks)
 
     def step(self, batches: list[Batch], *, clock: PartClock, profiled: bool = False) -> dict[str, Any]:
-        """Train one step on `batches` and return its "train" record, without times.
+        """Train one step on `batches` and return its "train" record, without times, or its "skip" record.
 
-        Raises BatchError, LossError or RemoteError on all ranks at the same step.
+        Raises BatchError, LossError, GradientError or RemoteError on all ranks at the same step.
         """
-        totals = self._agree(batches)
-        self._set_table_rate()
-        sums_T5 = torch.zeros(len(self.tasks), len(BinarySums.FIELDS), dtype=torch.float64)
-        for number, batch in enumerate(batches):
-            batch = pad_empty(batch, self.schema).to(self.runtime.device)
-            with self.parallel.accumulating(more_to_come=number + 1 < len(batches)):
-                logits_BT = self._forward(batch, clock=clock, profiled=profiled)
-                loss_T = bce_by_task(logits_BT, batch.labels, batch.weights)
-                sums_T5 += self._agree_on_loss(metric_sums(logits_BT, batch.labels, batch.weights, loss_T))
-                self._backward(loss_T, totals)
-        with clock.part("optimizer"):
-            lr, grad_norm = self.optimizer.step(self.position.step)
-        return self._account(totals, sums_T5, lr=lr, grad_norm=grad_norm)
-
-    def _agree(self, batches: list[Batch]) -> StepTotals:
-        """Check this rank's batches and add up what every rank must know. Nothing has changed when this raises."""
+        random = self._random_state()
         try:
-            for batch in batches:
-                check_batch(batch, self.schema)
-        except ValueError as error:
-            self.stop_together(error)
-        weight_T = torch.zeros(len(self.tasks), dtype=torch.float64)
-        rows = tokens = 0
-        flops = dict.fromkeys(MODEL_PARTS, 0)
-        for batch in batches:
-            weight_T += batch.weights.double().sum(0)
-            lengths = event_lengths(batch)
-            rows += batch.sample_ids.shape[0]
-            tokens += sum(int(length.sum()) for length in lengths.values())
-            counted = training_flops(self.config.model, self.schema, lengths, rows=batch.sample_ids.shape[0])
-            flops = {part: flops[part] + counted[part] for part in MODEL_PARTS}
-        weights, counts = self._exchange(weight_T.tolist(), [len(batches), 0, rows, tokens, *flops.values()])
-        if counts[1] or counts[0] != len(batches) * self.runtime.world_size:
-            self._raise_together("", len(batches))
-        return StepTotals(
-            weight=torch.tensor(weights, dtype=torch.float64),
-            rows=int(counts[2]),
-            tokens=int(counts[3]),
-            flops_by_part={part: int(count) for part, count in zip(MODEL_PARTS, counts[4:], strict=True)},
-        )
-
-    def _exchange(self, weights: list[float], counts: list[int]) -> tuple[list[float], list[float]]:
-        """Sums over ranks of the weights by task and of [batches, errors, rows, tokens, FLOPs by part]."""
-        total = self.runtime.sum(torch.tensor([*weights, *counts], dtype=torch.float64)).tolist()
-        return total[: len(weights)], total[len(weights) :]
+            computed = self._compute(batches, clock=clock, profiled=profiled)
+        except (BatchError, RemoteBatchError, LossError, GradientError) as error:
+            self.optimizer.clear()
+            self._set_random_state(random)
+            if self.position.skipped_steps >= self.config.train.max_skipped_steps:
+                raise
+            return self._skip(batches, error)
+        with clock.part("tables"):
+            computed.lookup.update(computed.gradients)
+        with clock.part("optimizer"):
+            lr, grad_norm = self.optimizer.step(self.position.step, computed.norm)
+        return self._account(computed.totals, computed.sums, lr=lr, grad_norm=grad_norm)
 
     def stop_together(self, error: ValueError) -> NoReturn:
         """Tell the other ranks, which are at the start of the same step, that this one cannot go on. Then raise."""
-        self._exchange([0.0] * len(self.tasks), [0, 1, 0, 0, *(0 for _ in MODEL_PARTS)])
-        self._raise_together(str(error), 0, cause=error)
+        self._agreement.stop(error, step=self.position.step + 1)
 
-    def _raise_together(self, error: str, batches: int, *, cause: ValueError | None = None) -> NoReturn:
-        """Every rank learns which rank has what, and raises; the rank with the error raises the error itself."""
-        errors = self.runtime.gather_text(error)
-        counts = [int(text) for text in self.runtime.gather_text(str(batches))]
-        step = self.position.step + 1
-        if cause is not None:
-            raise cause
-        for rank, text in enumerate(errors):
-            if text:
-                raise RemoteError(f"step {step}: rank {rank} reported: {text}")
-        raise RemoteError(f"step {step}: the ranks have different numbers of batches {counts}; no rank trained them")
+    def _compute(self, batches: list[Batch], *, clock: PartClock, profiled: bool) -> Computed:
+        """Losses and gradients of a step, agreed to be usable by all ranks. Changes no parameter, table or moment."""
+        totals = self._agreement.totals(batches, step=self.position.step + 1)
+        self._set_table_rate()
+        device = self.runtime.device
+        padded = [pad_empty(batch, self.schema).to(device) for batch in batches]
+        with clock.part("tables"):
+            lookup = look_up(self.parallel.tables, self.parallel.specs, padded)
+        sums_T5 = torch.zeros(len(self.tasks), len(BinarySums.FIELDS), dtype=torch.float64, device=device)
+        for number, batch in enumerate(padded):
+            with self.parallel.accumulating(more_to_come=number + 1 < len(padded)):
+                logits_BT = self._forward(batch, lookup.leaves[number], clock=clock, profiled=profiled)
+                loss_T = bce_by_task(logits_BT, batch.labels, batch.weights)
+                sums_T5 += metric_sums(logits_BT, batch.labels, batch.weights, loss_T)
+                self._backward(loss_T, totals)
+        with clock.part("optimizer"):
+            norm = self.optimizer.clip()
+        gradients = lookup.gradients()
+        sums_T5 = self._agree_on_results(sums_T5, gradients, norm, padded=padded, batches=batches)
+        return Computed(totals=totals, lookup=lookup, gradients=gradients, sums=sums_T5, norm=norm)
 
     def _set_table_rate(self) -> None:
         tables = self.config.tables
         factor = self.optimizer.factor(self.position.step) if tables.scheduled else 1.0
         self.parallel.tables.set_learning_rate(tables.lr * factor)
 
-    def _forward(self, batch: Batch, *, clock: PartClock, profiled: bool) -> Tensor:
-        """Logits (B, T); on a profiled step the tables' outputs are marked, so that their backward is timed."""
-        with clock.part("tables"):
-            embeddings = self.parallel.tables(batch.ids)
+    def _forward(self, batch: Batch, embeddings: dict[str, Tensor], *, clock: PartClock, profiled: bool) -> Tensor:
+        """Logits (B, T); on a profiled step the tables' outputs are marked, so that time from there on is theirs."""
         if profiled:
             clock.mark_backward("tables", embeddings)
         return self.parallel(to_model_input(batch, embeddings, schema=self.schema))
 
-    def _agree_on_loss(self, sums_T5: Tensor) -> Tensor:
-        """The sums over all ranks, on the CPU. Not finite on one rank is not finite on all: all raise."""
-        total_T5 = self.runtime.sum(sums_T5).cpu()
-        if not bool(torch.isfinite(total_T5).all()):
-            bad = [task for task, row in zip(self.tasks, total_T5, strict=True) if not bool(torch.isfinite(row).all())]
-            raise LossError(
-                f"step {self.position.step + 1}: the loss of task {', '.join(bad)} is not finite; "
-                "the batch was not trained. "
-                "Lower optimizer.lr or tables.lr, or clip (optimizer.max_grad_norm)."
-            )
-        return total_T5
-
     def _backward(self, loss_T: Tensor, totals: StepTotals) -> None:
-        """Gradients of the dense model; the tables are updated on the way."""
+        """Gradients of the dense model and of the looked-up vectors."""
         scaled_loss(
             loss_T,
             totals.weight.to(loss_T.device),
             task_weights=self.task_weights,
             world_size=self.runtime.world_size,
         ).backward()
+
+    def _agree_on_results(
+        self,
+        sums_T5: Tensor,
+        gradients: dict[str, Tensor],
+        norm: Tensor,
+        *,
+        padded: Sequence[Batch],
+        batches: Sequence[Batch],
+    ) -> Tensor:
+        """The sums over all ranks, on the CPU. What is not usable on one rank is not on all: all raise."""
+        largest = largest_magnitude(gradients).to(sums_T5.device)
+        faults = torch.stack([~(largest <= LARGEST_GRADIENT), ~torch.isfinite(norm.to(sums_T5.device))]).double()
+        total = self.runtime.sum(torch.cat([sums_T5.flatten(), faults])).cpu()
+        total_T5 = total[:-2].view_as(sums_T5)
+        bad = [task for task, row in zip(self.tasks, total_T5, strict=True) if not bool(torch.isfinite(row).all())]
+        if not bad and not total[-2:].any():
+            return total_T5
+        samples = self._samples(batches)
+        where = f"step {self.position.step + 1}: "
+        advice = (
+            f"Nothing of it was trained: parameters, tables and optimizer state are as before the step ({samples}). "
+            "Lower optimizer.lr or tables.lr, clip (optimizer.max_grad_norm), or leave such steps out "
+            "(train.max_skipped_steps)."
+        )
+        if bad:
+            raise LossError(f"{where}the loss of task {', '.join(bad)} is not finite. {advice}")
+        if total[-2]:
+            places = self.runtime.gather_text(self._bad_vectors(gradients, padded))
+            found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(places) if text)
+            raise GradientError(
+                f"{where}a gradient that would enter a table is not finite or above {LARGEST_GRADIENT:g}: {found}. "
+                f"{advice}"
+            )
+        raise GradientError(f"{where}the norm of the dense gradients is {float(norm)}. {advice}")
+
+    def _bad_vectors(self, gradients: dict[str, Tensor], batches: Sequence[Batch]) -> str:
+        """Which features and samples of this rank have a gradient that must not be used."""
+        pooled = {feature for spec in self.parallel.specs if spec.pooling != "none" for feature in spec.features}
+        sample_ids = torch.cat([batch.sample_ids for batch in batches]).tolist()
+        found = [
+            f"feature {name!r} of sample_id {sample_ids[row]}" for name, row in bad_rows(gradients, batches, pooled)
+        ]
+        return ", ".join(found[:SHOWN_SAMPLES]) + (f", ... {len(found)} in all" if len(found) > SHOWN_SAMPLES else "")
+
+    def _samples(self, batches: Sequence[Batch]) -> str:
+        ids = self._sample_ids(batches)
+        shown = ", ".join(map(str, ids[:SHOWN_SAMPLES])) + (", ..." if len(ids) > SHOWN_SAMPLES else "")
+        return f"{len(ids)} samples: {shown}"
+
+    def _sample_ids(self, batches: Sequence[Batch]) -> list[int]:
+        """Sample ids of the step over all ranks, in rank order. A collective."""
+        own = torch.cat([batch.sample_ids.cpu() for batch in batches]).long()
+        found: list[int] = self.runtime.gather_rows(own).tolist()
+        return found
+
+    def _skip(self, batches: Sequence[Batch], error: ValueError) -> dict[str, Any]:
+        """Count the step as left out; its record names the samples and the reason."""
+        sample_ids = self._sample_ids(batches)
+        position = self.position
+        position.step += 1
+        position.skipped_steps += 1
+        position.skipped_samples += len(sample_ids)
+        return {
+            "kind": "skip",
+            "step": position.step,
+            "epoch": position.epoch,
+            "reason": str(error),
+            "error": type(error).__name__,
+            "sample_ids": sample_ids,
+            "skipped_steps": position.skipped_steps,
+            "max_skipped_steps": self.config.train.max_skipped_steps,
+        }
+
+    def _random_state(self) -> list[Tensor]:
+        device = self.runtime.device
+        cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        return [torch.get_rng_state(), *cuda]
+
+    def _set_random_state(self, state: list[Tensor]) -> None:
+        torch.set_rng_state(state[0])
+        if len(state) > 1:
+            torch.cuda.set_rng_state(state[1], self.runtime.device)
 
     def _account(self, totals: StepTotals, sums_T5: Tensor, *, lr: float, grad_norm: float) -> dict[str, Any]:
         """Move the position and the metrics, and describe the step."""
