@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from gem_data.balance import budget_batches, imbalance, partition
 from gem_data.collate import collate
+from gem_data.cost import (
+    FitError,
+    Observation,
+    batch_cost,
+    cost_from_dict,
+    cost_to_dict,
+    events_cost,
+    fit_cost,
+    row_costs,
+)
 from gem_data.inspection import inspect_dataset
 from gem_data.interface import Loader, LoaderConfig
 from gem_data.loader import ArrowLoader
@@ -16,13 +27,24 @@ from gem_data.verify import Report, verify_dataset
 from gem_data.writing import write_dataset
 
 __all__ = [
+    "FitError",
+    "Observation",
     "Report",
+    "batch_cost",
     "batch_from_dicts",
     "batch_from_table",
+    "budget_batches",
     "build_loader",
     "collate",
+    "cost_from_dict",
+    "cost_to_dict",
+    "events_cost",
+    "fit_cost",
+    "imbalance",
     "inspect_dataset",
+    "partition",
     "read_schema",
+    "row_costs",
     "schema_from_dict",
     "schema_to_dict",
     "verify_dataset",

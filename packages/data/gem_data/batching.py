@@ -47,6 +47,8 @@ ORDER_VERSION = 1
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _GROUPS, _ROWS = 1, 2
+PAIRS = 3
+"""Third part of the keys that balance.base_batch_order permutes shares by; 1 and 2 are the order's own."""
 
 Int64 = npt.NDArray[np.int64]
 
@@ -169,6 +171,10 @@ class EpochPlan:
         """The row groups of one window, in reading order."""
         start = window * self._window_groups
         return self.shards[shard][start : start + self._window_groups]
+
+    def window_start(self, shard: int, window: int) -> int:
+        """Rows of the shard before the window."""
+        return int(self._window_ends[shard][window - 1]) if window else 0
 
     def window_order(self, shard: int, window: int) -> Int64:
         """The order in which the rows of the window's concatenated row groups are taken."""

@@ -2,6 +2,7 @@
 
 1.0  first version
 1.1  FileInfo.xxh3: what a file contains, so that other data of equal size are told apart
+1.2  CostModel, CostTerm: the load of a row; LoaderConfig.base_batch, base_pool, cost: base-batch shuffling
 
 The native layout is a directory:
 
@@ -35,7 +36,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-INTERFACE_VERSION = (1, 1)
+INTERFACE_VERSION = (1, 2)
 
 
 class DataError(ValueError):
@@ -216,6 +217,43 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CostTerm:
+    """One term of a row's load: `coefficient` times the tokens, or the attended pairs, of one stream of the row.
+
+    A row with L events of `stream` has T = L + extra tokens (extra: context and candidate tokens that a model adds).
+
+    pairs   False: the term counts T. True: it counts (query, key) pairs that the mask lets meet:
+    causal  True: T (T + 1) / 2, or with window w > 0 the sum of min(t, w) over t = 1..T; False: T^2, or with window
+            w > 0 the pairs at most w apart
+    window  0 = no window
+
+    Three events, no extra: tokens 3, causal pairs 6, full pairs 9, causal window 2: 1 + 2 + 2 = 5.
+    """
+
+    stream: str
+    coefficient: float = 1.0
+    pairs: bool = False
+    causal: bool = True
+    window: int = 0
+    extra: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Load of rows: a + b L + c sum L^2, by stream, window and mask. cost.py evaluates and fits it.
+
+    unit        what it predicts: "seconds", "flops", "bytes" or "events"
+    per_step    once a batch, whatever its rows (left out of the load of a row)
+    per_sample  once a row
+    """
+
+    unit: str
+    per_step: float = 0.0
+    per_sample: float = 0.0
+    terms: tuple[CostTerm, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
     """How rows become batches.
 
@@ -230,6 +268,11 @@ class LoaderConfig:
                        schema's limit; None = schema's limit
     drop_last          drop the last, smaller global batch of an epoch
     prefetch           batches decoded ahead by a thread (0 = in line)
+    base_batch         base-batch shuffling: rows of a base batch, the unit that is moved so that every shard's share
+                       of every batch weighs about the same; global_batch_size / logical_shards must be a multiple of
+                       at least twice it, and logical_shards one of the world size. None = off
+    base_pool          base batches that are sorted together, at most those of a window
+    cost               load of a row for base_batch; None = its events
     """
 
     global_batch_size: int
@@ -240,6 +283,9 @@ class LoaderConfig:
     max_length: int | None = None
     drop_last: bool = False
     prefetch: int = 2
+    base_batch: int | None = None
+    base_pool: int = 256
+    cost: CostModel | None = None
 
 
 class Loader(Protocol):

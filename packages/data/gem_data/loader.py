@@ -25,8 +25,10 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from gem_data.batching import Cursor, EpochPlan, Group, Plan
+from gem_data.balance import base_batch_order
+from gem_data.batching import PAIRS, Cursor, EpochPlan, Group, Plan
 from gem_data.collate import Part, collate
+from gem_data.cost import check_cost, events_cost, loads_of
 from gem_data.interface import Batch, DataError, LoaderConfig, Schema
 from gem_data.prefetch import Prefetch
 from gem_data.rows import Int64, Rows, concatenate
@@ -48,6 +50,8 @@ class ArrowLoader:
         """Reads schema.json and every footer of the split; no row. Raises DataError, or ValueError for a setting."""
         check_config(config, rank=rank, world_size=world_size)
         self.schema: Schema = read_schema(directory)
+        if config.cost is not None:
+            check_cost(config.cost, self.schema)
         self.config = config
         self.split = split
         self._rank, self._world_size = rank, world_size
@@ -147,7 +151,7 @@ def _read(
 ) -> Generator[tuple[Batch, Cursor], None, None]:
     """This rank's batches from `cursor` to the end of its epoch, each with the position after it."""
     epoch = plan.epoch(cursor.epoch)
-    windows = _Windows(shards, epoch)
+    windows = _Windows(shards, epoch, config, cursor.epoch)
     start = cursor.epoch
     while cursor.epoch == start:
         given = plan.shares(cursor)
@@ -166,8 +170,8 @@ def _read(
 class _Windows:
     """The decoded window that each shard is in, and the order of its rows."""
 
-    def __init__(self, shards: Shards, epoch: EpochPlan) -> None:
-        self._shards, self._epoch = shards, epoch
+    def __init__(self, shards: Shards, epoch: EpochPlan, config: LoaderConfig, number: int) -> None:
+        self._shards, self._epoch, self._config, self._number = shards, epoch, config, number
         self._held: dict[int, tuple[int, Rows, Int64]] = {}
 
     def get(self, shard: int, window: int) -> tuple[Rows, Int64]:
@@ -179,7 +183,24 @@ class _Windows:
             rows = concatenate(
                 [self._shards.read(group.file, group.group) for group in self._epoch.window_groups(shard, window)]
             )
-            order = self._epoch.window_order(shard, window)
+            order = self._order(shard, window, rows)
             assert len(order) == len(rows)
             held = self._held[shard] = (window, rows, order)
         return held[1], held[2]
+
+    def _order(self, shard: int, window: int, rows: Rows) -> Int64:
+        """The plan's order, and with base batches its rows moved so that shares weigh alike (balance.py)."""
+        config, order = self._config, self._epoch.window_order(shard, window)
+        if config.base_batch is None:
+            return order
+        cost = events_cost(self._shards.schema) if config.cost is None else config.cost
+        loads = loads_of(self._shards.schema, rows, cost, max_length=config.max_length)
+        moved = base_batch_order(
+            loads[order],
+            base_batch=config.base_batch,
+            share=config.global_batch_size // config.logical_shards,
+            first=self._epoch.window_start(shard, window),
+            pool=config.base_pool,
+            key=(config.seed, self._number, PAIRS, shard, window),
+        )
+        return order[moved]

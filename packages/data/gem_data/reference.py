@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from gem_data.batching import ORDER_VERSION
 from gem_data.interface import Batch, DataError, EventStream, LoaderConfig, Schema
+from gem_data.reference_balance import reference_base_order, reference_load
 from gem_data.rows import Where, check_types
 from gem_data.schema import columns, read_schema
 from gem_data.validation import check_config
@@ -95,7 +96,16 @@ class ReferenceLoader:
         self._iterators += 1
 
     def _epoch_batches(self, epoch: int) -> list[list[list[Place]]]:
-        return reference_epoch([(f, g, n) for f, g, n in _groups(self._rows)], self._config, epoch)
+        move = None if self._config.base_batch is None else self._move_base_batches
+        return reference_epoch([(f, g, n) for f, g, n in _groups(self._rows)], self._config, epoch, move)
+
+    def _move_base_batches(self, held: list[Place], first: int, key: tuple[int, ...]) -> list[Place]:
+        config = self._config
+        loads = [reference_load(self.schema, self._rows[place], config.cost, config.max_length) for place in held]
+        order = reference_base_order(
+            loads, config, first=first, permute=lambda count, start: reference_permutation(count, *key, start)
+        )
+        return [held[index] for index in order]
 
     def _state_at(self, step: int) -> dict[str, Any]:
         epoch, done = divmod(step, self.batches_per_epoch)
@@ -112,6 +122,8 @@ class ReferenceLoader:
             places.append({"rows_read": count, "file": path, "row_group": group, "row": row})
         config = dataclasses.asdict(self._config)
         del config["prefetch"]
+        if config["cost"] is not None:
+            config["cost"]["terms"] = list(config["cost"]["terms"])
         return {
             "order_version": ORDER_VERSION,
             "split": self._split,
@@ -139,7 +151,13 @@ def reference_permutation(count: int, *key: int) -> list[int]:
     return sorted(range(count), key=lambda index: mix(start + index * _GOLDEN))
 
 
-def reference_shards(groups: list[Place], config: LoaderConfig, epoch: int) -> list[list[Place]]:
+Move = Callable[[list[Place], int, tuple[int, ...]], list[Place]]
+"""(a window's rows, rows of the shard before them, the key of their permutations) -> the rows in another order."""
+
+
+def reference_shards(
+    groups: list[Place], config: LoaderConfig, epoch: int, move: Move | None = None
+) -> list[list[Place]]:
     """The order of the rows of every logical shard: rules 1 to 4 of batching.py. `groups`: (file, group, rows)."""
     order = reference_permutation(len(groups), config.seed, epoch, 1) if config.shuffle else range(len(groups))
     dealt: list[list[Place]] = [[] for _ in range(config.logical_shards)]
@@ -148,22 +166,23 @@ def reference_shards(groups: list[Place], config: LoaderConfig, epoch: int) -> l
     result = []
     for number, shard in enumerate(dealt):
         rows: list[Place] = []
-        for window, start in enumerate(range(0, len(shard), config.window_groups)):
-            held = [
-                (file, group, row)
-                for file, group, count in shard[start : start + config.window_groups]
-                for row in range(count)
-            ]
+        width = config.window_groups if config.shuffle else 1
+        for window, start in enumerate(range(0, len(shard), width)):
+            held = [(file, group, row) for file, group, count in shard[start : start + width] for row in range(count)]
             if config.shuffle:
                 held = [held[i] for i in reference_permutation(len(held), config.seed, epoch, 2, number, window)]
+            if move is not None:
+                held = move(held, len(rows), (config.seed, epoch, 3, number, window))
             rows += held
         result.append(rows)
     return result
 
 
-def reference_epoch(groups: list[Place], config: LoaderConfig, epoch: int) -> list[list[list[Place]]]:
+def reference_epoch(
+    groups: list[Place], config: LoaderConfig, epoch: int, move: Move | None = None
+) -> list[list[list[Place]]]:
     """Global batches of an epoch, each as the shares of the shards: rule 5, one row at a time."""
-    shards = reference_shards(groups, config, epoch)
+    shards = reference_shards(groups, config, epoch, move)
     taken = [0] * len(shards)
     batches = []
     while any(taken[s] < len(shards[s]) for s in range(len(shards))):

@@ -8,7 +8,9 @@
 
 "file", "row_group" and "row" say where the shard's next row is read (null when it has given all its rows this epoch).
 They follow from "rows_read" and the plan; reading a state recomputes them and the sums that must hold, so a state that
-was edited, or made from other data or by another order, is refused with the first difference named.
+was edited, or made from other data or by another order, is refused with the first difference named. With base batches
+(LoaderConfig.base_batch) they name the place in the order before base batches are moved: that needs no row to be read,
+and which rows were trained follows from it and the settings.
 
 What a file contains is told by the hash that schema.json states for it (FileInfo.xxh3): nothing is read again, so a
 file that was replaced without its schema.json is found by verify_dataset and not here. Data sets written before version
@@ -19,15 +21,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from gem_data.batching import ORDER_VERSION, Cursor, Plan
+from gem_data.cost import cost_to_dict
 from gem_data.interface import DataError, LoaderConfig
 from gem_data.schema import did_you_mean
 from gem_data.shards import Footer
 
 _KEYS = ("order_version", "split", "files", "config", "epoch", "step", "samples", "shards")
 _FREE_SETTINGS = ("prefetch",)
+_LATER_SETTINGS = MappingProxyType({"base_batch": None, "base_pool": 256, "cost": None})
 
 
 def build_state(
@@ -116,7 +121,10 @@ def _files(footers: Sequence[Footer]) -> list[dict[str, Any]]:
 
 
 def _settings(config: LoaderConfig) -> dict[str, Any]:
-    return {key: value for key, value in dataclasses.asdict(config).items() if key not in _FREE_SETTINGS}
+    settings = {key: value for key, value in dataclasses.asdict(config).items() if key not in _FREE_SETTINGS}
+    if config.cost is not None:
+        settings["cost"] = cost_to_dict(config.cost)
+    return settings
 
 
 def _same_files(came: Any, wanted: list[dict[str, Any]]) -> None:
@@ -150,6 +158,9 @@ def _same_settings(came: Any, wanted: dict[str, Any]) -> None:
             raise DataError(f'loader state: config: unknown setting "{key}"{did_you_mean(str(key), wanted)}.')
     for key, value in wanted.items():
         if key not in came:
+            # A state written before the setting existed was made as its default says.
+            if key in _LATER_SETTINGS and value == _LATER_SETTINGS[key]:
+                continue
             raise DataError(f'loader state: config: the setting "{key}" is missing.')
         _same(f"config.{key}", came[key], value, "Resume with the setting of the state, or start anew.")
 

@@ -55,11 +55,14 @@ def check_config(config: LoaderConfig, *, rank: int, world_size: int) -> None:
         "logical_shards": (config.logical_shards, 1),
         "prefetch": (config.prefetch, 0),
         "seed": (config.seed, 0),
+        "base_pool": (config.base_pool, 2),
         "world_size": (world_size, 1),
         "rank": (rank, 0),
     }
     if config.max_length is not None:
         limits["max_length"] = (config.max_length, 0)
+    if config.base_batch is not None:
+        limits["base_batch"] = (config.base_batch, 1)
     for name, (value, low) in limits.items():
         if type(value) is not int or value < low:
             raise ValueError(f"{name}: expected a whole number >= {low}, came {value!r}")
@@ -67,6 +70,23 @@ def check_config(config: LoaderConfig, *, rank: int, world_size: int) -> None:
         raise ValueError(f"seed: expected less than 2**63, came {config.seed}")
     if rank >= world_size:
         raise ValueError(f"rank: expected less than world_size = {world_size}, came {rank}")
+    if config.base_batch is not None:
+        _check_base_batch(config.base_batch, config, world_size)
+
+
+def _check_base_batch(base: int, config: LoaderConfig, world_size: int) -> None:
+    """Shares of whole base batches, at least two of them, and ranks of whole shards: else nothing could be evened."""
+    size, shards = config.global_batch_size, config.logical_shards
+    if size % shards or size // shards % base or size // shards < 2 * base:
+        raise ValueError(
+            f"base_batch: {base} with global_batch_size {size} and logical_shards {shards}: expected a shard's share "
+            f"(global_batch_size / logical_shards) of two or more whole base batches, came {size / shards:g} rows"
+        )
+    if shards % world_size:
+        raise ValueError(
+            f"base_batch: expected logical_shards to be a multiple of world_size {world_size}, so that a rank's rows "
+            f"are whole shares, came {shards}"
+        )
 
 
 def _label_problems(schema: Schema, rows: Rows, where: Where) -> Iterator[DataError]:

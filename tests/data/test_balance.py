@@ -1,0 +1,236 @@
+"""The balancers: every row once, counts as promised, loads as even as claimed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from gem_data.api import build_loader, write_dataset
+from gem_data.balance import base_batch_order, budget_batches, imbalance, partition
+from gem_data.interface import CostModel, CostTerm, DataError, LoaderConfig
+from gem_data.testing import batch_difference, tiny_schema, tiny_table, write_tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+LOADS = st.lists(st.floats(0, 1e6, allow_nan=False), max_size=40)
+
+
+def long_tailed(rows: int, seed: int) -> np.ndarray:
+    """Loads of lengths with median 768 in 32 to 4096: 7.86e6 L + 3584 L^2, an HSTU layer of width 512."""
+    lengths = np.clip(np.round(768 * np.exp(np.random.default_rng(seed).standard_normal(rows))), 32, 4096)
+    return 7.86e6 * lengths + 3584.0 * lengths**2
+
+
+@settings(max_examples=120, deadline=None)
+@given(LOADS, st.integers(1, 7), st.sampled_from(["lpt", "kk"]), st.sampled_from(["equal", "free"]))
+def test_partitions_hold_every_row_once(loads, parts, method, counts) -> None:
+    found = partition(loads, parts, method=method, counts=counts)
+    assert len(found) == parts
+    assert sorted(itertools.chain(*(part.tolist() for part in found))) == list(range(len(loads)))
+    assert all(part.tolist() == sorted(part.tolist()) for part in found)
+    if counts == "equal":
+        n = len(loads)
+        assert [len(part) for part in found] == [(p + 1) * n // parts - p * n // parts for p in range(parts)]
+    repeated = partition(loads, parts, method=method, counts=counts)
+    assert all(a.tolist() == b.tolist() for a, b in zip(found, repeated, strict=True))
+
+
+@pytest.mark.parametrize("method", ["lpt", "kk"])
+def test_free_counts_stay_within_the_bound_of_the_method(method: str) -> None:
+    """Graham: LPT is at most 4/3 - 1/(3 m) of the optimum; the differencing method is no worse. Optima by search."""
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        loads, parts = rng.integers(1, 40, 8).astype(float), int(rng.integers(2, 4))
+        best = min(
+            max(sum(loads[i] for i in range(8) if choice[i] == part) for part in range(parts))
+            for choice in itertools.product(range(parts), repeat=8)
+        )
+        found = partition(loads, parts, method=method, counts="free")
+        assert max(loads[part].sum() for part in found) <= best * (4 / 3 - 1 / (3 * parts)) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "rows"),
+    [("lpt", 2, 32), ("lpt", 8, 32), ("lpt", 64, 32), ("lpt", 64, 256), ("kk", 2, 32), ("kk", 8, 32), ("kk", 64, 32)],
+)
+def test_the_global_balancer_reaches_102_on_long_tails(method: str, ranks: int, rows: int) -> None:
+    loads = long_tailed(ranks * rows, seed=1)
+    before = imbalance(loads.reshape(ranks, rows).sum(axis=1))
+    after = imbalance([loads[part].sum() for part in partition(loads, ranks, method=method)])
+    assert after <= 1.02 < before
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_base_batches_reach_105_at_256_samples(ranks: int) -> None:
+    """Mean over 128 steps of max over mean of the ranks; base batches of 128, two a share, pools of 256."""
+    before, after = [], []
+    for rank in range(ranks):
+        loads = long_tailed(256 * 128, seed=rank)
+        order = base_batch_order(loads, base_batch=128, share=256, first=0, pool=256, key=(rank,))
+        before.append(loads.reshape(128, 256).sum(axis=1))
+        after.append(loads[order].reshape(128, 256).sum(axis=1))
+    worst = [statistics.mean(imbalance(step) for step in np.stack(x, axis=1)) for x in (before, after)]
+    assert worst[1] <= 1.05
+    assert worst[0] - 1 > 2 * (worst[1] - 1)
+
+
+def test_the_heaviest_base_batch_meets_the_lightest() -> None:
+    loads = np.array([7.0, 1.0, 5.0, 3.0])
+    order = base_batch_order(loads, base_batch=1, share=2, first=0, pool=4, key=(0,)).tolist()
+    assert sorted([order[:2], order[2:]]) == [[0, 1], [2, 3]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 90), st.integers(1, 4), st.integers(2, 4), st.integers(0, 40), st.integers(2, 20))
+def test_base_batches_keep_every_row(count, base, per_share, first, pool) -> None:
+    loads = np.random.default_rng(count).random(count)
+    order = base_batch_order(loads, base_batch=base, share=base * per_share, first=first, pool=pool, key=(1, 2))
+    assert sorted(order.tolist()) == list(range(count))
+
+
+def test_windows_that_begin_inside_a_share_still_give_even_shares() -> None:
+    """Three windows of 1,000 rows and shares of 64: the shares across their borders are even, too."""
+    loads = [long_tailed(1000, seed=s) for s in range(3)]
+    order = [
+        base_batch_order(x, base_batch=32, share=64, first=1000 * s, pool=64, key=(s,)) for s, x in enumerate(loads)
+    ]
+    ordered = np.concatenate([x[o] for x, o in zip(loads, order, strict=True)])[: 46 * 64].reshape(46, 64).sum(axis=1)
+    across = ordered[[1000 // 64, 2000 // 64]] / ordered.mean()
+    assert np.all(np.abs(across - 1) < 0.12), across
+    plain = np.concatenate(loads)[: 46 * 64].reshape(46, 64).sum(axis=1)
+    assert ordered.std() < 0.5 * plain.std()
+
+
+@settings(max_examples=100, deadline=None)
+@given(LOADS, st.floats(0.1, 1e6), st.none() | st.integers(1, 5))
+def test_budget_batches_stay_within_it(loads, budget, max_rows) -> None:
+    found = budget_batches(loads, budget=budget, max_rows=max_rows)
+    assert [row for start, stop in found for row in range(start, stop)] == list(range(len(loads)))
+    for start, stop in found:
+        assert stop > start
+        total = 0.0
+        for load in loads[start:stop]:
+            total += load
+        assert total <= budget or stop == start + 1
+        assert max_rows is None or stop - start <= max_rows
+    for (start, stop), (_, after) in itertools.pairwise(found):
+        # Nothing is cut earlier than it must.
+        assert math.fsum(loads[start : stop + 1]) > budget * (1 - 1e-9) or stop - start == max_rows, after
+
+
+def test_wrong_arguments_are_named() -> None:
+    for call, message in (
+        (lambda: partition([1.0], 2, method="best"), "came 'best'"),
+        (lambda: partition([1.0], 0), "parts: expected at least 1"),
+        (lambda: partition([-1.0], 2), "loads: expected finite numbers"),
+        (lambda: budget_batches([1.0], budget=0.0), "a budget above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+COST = CostModel(unit="flops", per_sample=1.0, terms=(CostTerm(stream="views", pairs=True), CostTerm(stream="buys")))
+
+
+@pytest.mark.parametrize("cost", [None, COST])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_loader_moves_base_batches_as_the_reference_does(tmp_path, cost, shuffle) -> None:
+    write_tiny(tmp_path / "d", train_rows=130, seed=3)
+    config = LoaderConfig(
+        global_batch_size=24, logical_shards=2, window_groups=3, base_batch=3, base_pool=8, cost=cost, shuffle=shuffle
+    )
+    fast, slow = (build_loader(tmp_path / "d", split="train", config=config, impl=i) for i in ("arrow", "reference"))
+    plain = build_loader(
+        tmp_path / "d",
+        split="train",
+        config=LoaderConfig(global_batch_size=24, logical_shards=2, window_groups=3, shuffle=shuffle),
+    )
+    for _ in range(2):
+        batches, wanted, unmoved = list(fast.epoch()), list(slow.epoch()), list(plain.epoch())
+        assert len(batches) == len(wanted)
+        for one, other in zip(batches, wanted, strict=True):
+            assert batch_difference(one, other) is None
+        samples = [sorted(s for b in x for s in b.sample_ids.tolist()) for x in (batches, unmoved)]
+        assert samples[0] == samples[1]
+        assert any(a.sample_ids.tolist() != b.sample_ids.tolist() for a, b in zip(batches, unmoved, strict=True))
+    fast.mark_trained(batches[1])
+    slow.mark_trained(wanted[1])
+    assert fast.state_dict() == slow.state_dict()
+
+
+def test_a_resumed_loader_with_base_batches_goes_on_with_the_same_rows(tmp_path) -> None:
+    write_tiny(tmp_path / "d", train_rows=130, seed=3)
+    config = LoaderConfig(global_batch_size=24, logical_shards=2, window_groups=3, base_batch=3, cost=COST)
+    loader = build_loader(tmp_path / "d", split="train", config=config)
+    batches = list(loader.epoch())
+    loader.mark_trained(batches[2])
+    state = loader.state_dict()
+    again = build_loader(tmp_path / "d", split="train", config=config, rank=1, world_size=2)
+    whole = build_loader(tmp_path / "d", split="train", config=config)
+    again.load_state_dict(state)
+    whole.load_state_dict(state)
+    for one, half, wanted in zip(whole.epoch(), again.epoch(), batches[3:], strict=True):
+        assert batch_difference(one, wanted) is None
+        assert half.sample_ids.tolist() == wanted.sample_ids.tolist()[len(wanted.sample_ids) // 2 :]
+    other = build_loader(
+        tmp_path / "d", split="train", config=LoaderConfig(global_batch_size=24, logical_shards=2, window_groups=3)
+    )
+    with pytest.raises(DataError, match=r"config\.base_batch: the state has 3, this loader None"):
+        other.load_state_dict(state)
+
+
+def test_states_from_before_base_batches_still_load(tmp_path) -> None:
+    write_tiny(tmp_path / "d", train_rows=60)
+    config = LoaderConfig(global_batch_size=24)
+    state = build_loader(tmp_path / "d", split="train", config=config).state_dict()
+    for key in ("base_batch", "base_pool", "cost"):
+        del state["config"][key]
+    build_loader(tmp_path / "d", split="train", config=config).load_state_dict(state)
+    changed = LoaderConfig(global_batch_size=24, base_batch=12)
+    with pytest.raises(DataError, match='the setting "base_batch" is missing'):
+        build_loader(tmp_path / "d", split="train", config=changed).load_state_dict(state)
+
+
+def test_shares_of_the_real_loader_weigh_alike(tmp_path) -> None:
+    """Long-tailed lists in files: the spread of the shares' events falls to less than a third."""
+    schema, rng = tiny_schema(), np.random.default_rng(0)
+    table = tiny_table(rows=2048, seed=1)
+    lengths = np.clip(np.round(2 * np.exp(rng.standard_normal(2048))), 0, 12).astype(int)
+    for stream in schema.streams:
+        for name in (*(f.name for f in stream.fields), "action", "time"):
+            column = f"stream.{stream.name}.{name}"
+            values = [np.full(n, int(name == "time")) for n in lengths]
+
+            table = table.set_column(table.column_names.index(column), column, pa.array(values, pa.list_(pa.int64())))
+    write_dataset(tmp_path / "d", schema, {"train": table}, rows_per_group=512)
+    spread = []
+    for base in (None, 16):
+        config = LoaderConfig(global_batch_size=64, logical_shards=2, base_batch=base, prefetch=0)
+        loads = [
+            [
+                float(b.streams["views"].offsets[-1])
+                for b in build_loader(tmp_path / "d", split="train", config=config, rank=rank, world_size=2).epoch()
+            ]
+            for rank in range(2)
+        ]
+        spread.append(float(np.std(loads, axis=1).mean()))  # inside each rank: their means differ
+    assert spread[1] < spread[0] / 3
+
+
+@pytest.mark.parametrize(
+    ("settings_", "world", "message"),
+    [
+        ({"base_batch": 8, "global_batch_size": 24, "logical_shards": 2}, 1, "two or more whole base batches"),
+        ({"base_batch": 12, "global_batch_size": 24, "logical_shards": 2}, 1, "two or more whole base batches"),
+        ({"base_batch": 4, "global_batch_size": 24, "logical_shards": 3}, 2, "multiple of world_size 2"),
+        ({"base_batch": 0, "global_batch_size": 24}, 1, "base_batch: expected a whole number >= 1"),
+    ],
+)
+def test_settings_that_could_not_balance_are_refused(tmp_path, settings_, world, message) -> None:
+    write_tiny(tmp_path / "d", train_rows=60)
+    with pytest.raises(ValueError, match=message):
+        build_loader(tmp_path / "d", split="train", config=LoaderConfig(**settings_), world_size=world)
