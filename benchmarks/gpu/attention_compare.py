@@ -3,7 +3,8 @@
 Per shape: every contender runs once forward and once backward per round, in turn, the device spinning before each, so
 that clocks and temperature hit all alike; the median of the rounds counts. The output and the gradients of every
 contender are first compared with ours in float32 arithmetic on the same inputs, and a matrix product and a copy are
-measured beside the rows. --warm SHAPE only fills the kernel caches (start several, they compile in parallel).
+measured beside the rows. Softmax shapes are set against PyTorch's own attentions, which need no folder. --warm SHAPE
+only fills the kernel caches (start several, they compile in parallel).
 """
 
 from __future__ import annotations
@@ -19,47 +20,58 @@ import torch
 import triton
 from attention_peers import contenders
 from attention_shapes import Shape, shapes
+from attention_softmax import softmax_contenders
 from attention_timing import copy_tb_s, matmul_tflops, one_ms
 from gem_attention.api import attention, make_layout
 from torch import Tensor
 
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+Call = Callable[..., Tensor]
 
 
 def ours(shape: Shape, impl: str) -> Call:
     q_offsets = torch.tensor([0, *shape.q_lengths], device="cuda").cumsum(0)
     k_offsets = None if shape.is_self else torch.tensor([0, *shape.k_lengths], device="cuda").cumsum(0)
     targets = torch.tensor(shape.num_targets(), device="cuda") if shape.targets else None
-    layout = make_layout(q_offsets=q_offsets, k_offsets=k_offsets, num_targets=targets)
+    times = torch.tensor(shape.timestamps(), device="cuda") if shape.bias else None
+    layout = make_layout(q_offsets=q_offsets, k_offsets=k_offsets, num_targets=targets, timestamps=times)
     spec = shape.spec()
-    return lambda q, k, v: attention(q, k, v, spec=spec, layout=layout, impl=impl)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, position: Tensor | None = None, time: Tensor | None = None) -> Tensor:
+        return attention(q, k, v, spec=spec, layout=layout, position_table=position, time_table=time, impl=impl)
+
+    return call
 
 
-def inputs(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(shape: Shape) -> tuple[Tensor, ...]:
+    """q, k, v and, with a bias, the tables by position and by time, one row for all heads."""
     q, k = sum(shape.q_lengths), sum(shape.k_lengths)
     made = [torch.randn(n, shape.heads, shape.dim, device="cuda", dtype=torch.bfloat16) * 0.5 for n in (q, k, k)]
-    q, k, v = (t.requires_grad_() for t in made)
-    return q, k, v
+    if shape.bias is not None and shape.bias.time is not None:
+        columns = (2 * shape.bias.max_positions - 1, shape.bias.time.count)
+        made += [torch.randn(1, n, device="cuda", dtype=torch.bfloat16) * 0.5 for n in columns]
+    return tuple(t.requires_grad_() for t in made)
 
 
-def steps(call: Call, qkv: tuple[Tensor, Tensor, Tensor], do: Tensor) -> tuple[Callable, Callable, list[Tensor]]:
-    """(forward, backward, [out, dq, dk, dv])."""
+def steps(call: Call, qkv: tuple[Tensor, ...], do: Tensor) -> tuple[Callable, Callable, list[Tensor]]:
+    """(forward, backward, [out, dq, dk, dv, gradients of the tables])."""
     out = call(*qkv)
-    grads = torch.autograd.grad(out, qkv, do, retain_graph=True)
+    grads = torch.autograd.grad(out, qkv, do, retain_graph=True, allow_unused=True)
 
     def forward() -> None:
         with torch.no_grad():
             call(*qkv)
 
     def backward() -> None:
-        torch.autograd.grad(out, qkv, do, retain_graph=True)
+        torch.autograd.grad(out, qkv, do, retain_graph=True, allow_unused=True)
 
     return forward, backward, [out.detach(), *grads]
 
 
-def difference(got: list[Tensor], want: list[Tensor]) -> list[float]:
+def difference(got: list[Tensor | None], want: list[Tensor]) -> list[float]:
     return [
-        round(float((g.double() - w.double()).norm() / w.double().norm()), 5) for g, w in zip(got, want, strict=True)
+        round(float((g.double() - w.double()).norm() / w.double().norm()), 5)
+        for g, w in zip(got, want, strict=True)
+        if g is not None
     ]
 
 
@@ -70,9 +82,10 @@ def compare(
     qkv = inputs(shape)
     do = torch.randn_like(qkv[0])
     makers: dict[str, Callable[[], Call]] = {f"ours, {impl}": lambda impl=impl: ours(shape, impl) for impl in impls}
-    if peers:
-        chosen = {name: make for name, make in contenders(shape).items() if not only or name in only}
-        makers |= {name: lambda make=make: make(peers) for name, make in chosen.items()}
+    others = softmax_contenders(shape) if shape.softmax else {}
+    if peers and not shape.softmax:
+        others = {name: lambda make=make: make(peers) for name, make in contenders(shape).items()}
+    makers |= {name: make for name, make in others.items() if not only or name in only}
     rows, timed, want = [], {}, None
     for name, make in makers.items():
         try:

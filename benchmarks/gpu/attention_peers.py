@@ -18,9 +18,10 @@ from collections.abc import Callable
 
 import torch
 from attention_shapes import Shape
+from gem_attention.masks import time_boundaries
 from torch import Tensor
 
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+Call = Callable[..., Tensor]
 
 # block_m, block_n, stages, warps (and, backward, whether it is parallel over the sequence)
 _HSTU_FWD = {(64, 64, 4, 4), (128, 32, 4, 4), (128, 64, 2, 8), (128, 64, 4, 8)}
@@ -102,40 +103,88 @@ def triton_gdpa(peers: str, shape: Shape, *, options: str) -> Call:
 
 
 class _CutlassHSTU(torch.autograd.Function):
+    """rab: (B, 1, longest, longest), a dense bias of the scores before the factor alpha, or None."""
+
     @staticmethod
-    def forward(ctx, q, k, v, offsets, longest, targets, left, alpha):
-        out, _ = torch.ops.fbgemm.hstu_varlen_fwd_90(
-            q, k, v, offsets, offsets, longest, longest, None, targets, 1, left, 0, alpha
+    def forward(ctx, q, k, v, rab, offsets, longest, targets, left, alpha):
+        out, padded = torch.ops.fbgemm.hstu_varlen_fwd_90(
+            q, k, v, offsets, offsets, longest, longest, None, targets, 1, left, 0, alpha, rab
         )
-        ctx.save_for_backward(q, k, v, offsets, targets)
+        ctx.save_for_backward(q, k, v, offsets, targets, None if rab is None else padded)
         ctx.rest = longest, left, alpha
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, offsets, targets = ctx.saved_tensors
+        q, k, v, offsets, targets, rab = ctx.saved_tensors
         longest, left, alpha = ctx.rest
-        dq, dk, dv, _ = torch.ops.fbgemm.hstu_varlen_bwd_90(
-            grad, q, k, v, offsets, offsets, longest, longest, None, targets, 1, left, 0, alpha
+        dq, dk, dv, d_rab = torch.ops.fbgemm.hstu_varlen_bwd_90(
+            grad, q, k, v, offsets, offsets, longest, longest, None, targets, 1, left, 0, alpha, rab, rab is not None
         )
-        return dq, dk, dv, None, None, None, None, None
+        return dq, dk, dv, None if rab is None else d_rab, None, None, None, None, None
 
 
-def cutlass_hstu(peers: str, shape: Shape) -> Call:
-    """FBGEMM's prebuilt library for sm_90a."""
+def _load_cutlass(peers: str) -> None:
     folder = os.path.join(peers, "hstu")
     if not hasattr(torch.ops.fbgemm, "hstu_varlen_fwd_90"):
         ctypes.CDLL(os.path.join(folder, "libcudart.so.12"), mode=ctypes.RTLD_GLOBAL)
         ctypes.CDLL(os.path.join(folder, "cudart12_shim.so"), mode=ctypes.RTLD_GLOBAL)
         torch.ops.load_library(os.path.join(folder, "hstu.so"))
+
+
+def cutlass_hstu(peers: str, shape: Shape) -> Call:
+    """FBGEMM's prebuilt library for sm_90a."""
+    _load_cutlass(peers)
     offsets, targets = _offsets(shape.q_lengths, torch.int32), _targets(shape, torch.int32)
     left = shape.window - 1 if shape.window else -1
     longest = max(shape.q_lengths)
-    return lambda q, k, v: _CutlassHSTU.apply(q, k, v, offsets, longest, targets, left, shape.dim**-0.5)
+    return lambda q, k, v: _CutlassHSTU.apply(q, k, v, None, offsets, longest, targets, left, shape.dim**-0.5)
+
+
+def dense_bias(shape: Shape, position: Tensor, time: Tensor) -> Tensor:
+    """(B, 1, N, N) of two one-row tables, N the longest length; zero where there is no pair."""
+    assert shape.bias is not None
+    assert shape.bias.time is not None
+    longest = max(shape.q_lengths)
+    at = torch.arange(longest, device="cuda")
+    by_position = position[0][at - at[:, None] + shape.bias.max_positions - 1]
+    edges = torch.tensor(time_boundaries(shape.bias.time), device="cuda")
+    dense = position.new_zeros(len(shape.q_lengths), 1, longest, longest)
+    for mine, t in zip(
+        dense[:, 0], torch.tensor(shape.timestamps(), device="cuda").split(shape.q_lengths), strict=True
+    ):
+        n = len(t)
+        following = torch.cat([t[1:], t[-1:]])
+        buckets = torch.bucketize((following[:, None] - t).abs(), edges, right=True)
+        mine[:n, :n] = by_position[:n, :n] + time[0][buckets]
+    return dense
+
+
+def cutlass_hstu_dense(peers: str, shape: Shape) -> Call:
+    """The same with its dense bias, one for all heads: 8.6 GB at B1r, and as much for its gradient.
+
+    The dense bias is made once, outside the time, and its gradient stays dense: what it costs to come from the tables
+    and to return to them is not counted. So the gradients of the tables are None.
+    """
+    _load_cutlass(peers)
+    offsets, targets = _offsets(shape.q_lengths, torch.int32), _targets(shape, torch.int32)
+    longest = max(shape.q_lengths)
+    made: list[Tensor] = []
+
+    def call(q: Tensor, k: Tensor, v: Tensor, position: Tensor, time: Tensor) -> Tensor:
+        if not made:
+            made.append(dense_bias(shape, position.detach(), time.detach()))
+        return _CutlassHSTU.apply(q, k, v, made[0], offsets, longest, targets, -1, shape.dim**-0.5)
+
+    return call
 
 
 def contenders(shape: Shape) -> dict[str, Callable[[str], Call]]:
     """Peer name -> maker(peers folder), for one shape."""
+    if shape.bias is not None:
+        return {
+            "CUTLASS HSTU, dense bias": lambda peers: cutlass_hstu_dense(peers, shape),
+        }
     if shape.causal:
         return {
             "Triton HSTU": lambda peers: triton_hstu(peers, shape, tma=False),

@@ -10,17 +10,7 @@ from gem_attention.testing import Quirks, conformance
 pytestmark = pytest.mark.gpu
 
 
-def _biased(case):
-    return "in a suite of its own" if case.spec.bias is not None else None
-
-
-def _unbiased(case):
-    return None if case.spec.bias is not None else "in a suite of its own"
-
-
-TRITON = Quirks(dtypes=(torch.bfloat16, torch.float16), device="cuda", refuses=_biased)
-# gradients of bias tables are summed with atomics
-TRITON_BIAS = Quirks(dtypes=(torch.bfloat16, torch.float16), device="cuda", refuses=_unbiased, deterministic=False)
+TRITON = Quirks(dtypes=(torch.bfloat16, torch.float16), device="cuda")
 
 
 def _gluon_refuses(case):
@@ -35,7 +25,7 @@ def _gluon_refuses(case):
 GLUON = Quirks(dtypes=(torch.bfloat16,), device="cuda", head_dims=(128,), refuses=_gluon_refuses)
 
 
-@pytest.mark.parametrize("check", conformance(TRITON) + conformance(TRITON_BIAS), ids=str)
+@pytest.mark.parametrize("check", conformance(TRITON), ids=str)
 def test_triton_conforms(check):
     check(partial(api.attention, impl="triton"))
 

@@ -16,6 +16,8 @@ FAST = (
     "float64-softmax-groups-float16",
     "float64-silu-context-targets-float16",
     "float64-softmax-context-float16",
+    "float64-silu-tail-bias-float16",
+    "repeatable-softmax-position-bias-float16",
     "tiles",
     "tiles-paired",
     "tiles-by-prefix-sum",

@@ -84,6 +84,10 @@ def test_specs(build, message):
         ),
         ({"q_offsets": OFFSETS, "timestamps": torch.zeros(4, dtype=torch.int64)}, "timestamps: expected 5 entries"),
         (
+            {"q_offsets": OFFSETS, "timestamps": torch.tensor([0, 2**31 - 2, -5, 7, 2**31 - 6])},
+            "timestamps of sample 2 span 2147483647 s, expected at most 2147483646",
+        ),
+        (
             {"q_offsets": OFFSETS, "k_offsets": torch.tensor([0, 4, 6]), "kv_index": torch.tensor([0, 1, 0])},
             "kv_index goes down at position 2: 1 then 0",
         ),

@@ -164,7 +164,7 @@ class Layout:
     kv_index     (B,) int64, non-decreasing: sample b reads kv row kv_index[b] (impressions that share a request's
                  history); query kinds "cross" and "broadcast". Samples of one row are one run of queries, so
                  `sharing.without_kv_index` rewrites the layout and an implementation need not know about it
-    timestamps   (Tk,) int64 seconds, when bias.time
+    timestamps   (Tk,) int64 seconds, when bias.time; those of one sample span at most 2^31 - 2 (68 years)
 
     Example, three samples of 2, 0 and 3 tokens: q_offsets = [0, 2, 2, 5], total_q = 5, max_q_len = 3.
     """

@@ -244,6 +244,8 @@ def cases() -> list[Case]:
         )), k_lengths=(9, 4, 5, 70))  # fmt: skip
     add("silu-per-token", RAGGED, spec_of(mask=causal, divisor="per_token"))
     add("gelu-per-token-broadcast", (4,), spec_of("gelu", query="broadcast", divisor="per_token"), k_lengths=(5, 0, 9))
+    far = BiasSpec(where="outside_scale", max_positions=130, time=TimeBuckets(count=24))
+    add("silu-bias-edges", EDGES, spec_of(mask=MaskSpec(causal=True, targets=True), bias=far))
     return result
 
 

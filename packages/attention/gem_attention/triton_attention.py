@@ -26,8 +26,6 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, layout: Lay
         return f"no kernels for device {q.device}"
     if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
         return "the GPU has compute capability under 8.0"
-    if spec.bias is not None and torch.are_deterministic_algorithms_enabled():
-        return "gradients of bias tables are summed with atomics, and deterministic algorithms are on"
     rows = max(layout.total_q, layout.total_k, q.shape[0] * layout.batch_size if spec.query == "broadcast" else 0)
     if rows >= 2**31:
         return f"{rows} packed rows: kernels count rows in 32 bits (elements in 64), so at most {2**31 - 1}"

@@ -8,7 +8,7 @@ dS in the first; P^T and dS^T in the second, which therefore forms the scores tr
 `short_query_kernel` is for at most block_m queries a sample (seed pooling): one program sees all queries of a sample,
 so dk and dv of a tile are complete after one step, and the products are 5 again.
 
-The gradients of the bias tables are the exception: they are summed with float32 atomics, in the dq kernel. With e =
+The gradients of the bias tables are summed in the dq kernel, by `triton_bias`. With e =
 f'(s) dP (pointwise) or P (dP - delta) (softmax), dq = scale * e K and dk = scale * e^T Q, both over divisor. Letters as
 in triton_common.
 """
@@ -18,10 +18,10 @@ in triton_common.
 import triton
 import triton.language as tl
 
+from gem_attention.triton_bias import add_table_gradients, biased_scores, column_side, row_side
 from gem_attention.triton_common import (
     LOG2E,
     activate_and_slope,
-    bias_places,
     dot,
     key_range,
     load_rows,
@@ -30,7 +30,6 @@ from gem_attention.triton_common import (
     read_tile,
     row_range,
     sample_rules,
-    scores,
     store_rows,
 )
 
@@ -73,41 +72,29 @@ def _row_numbers(lse, delta, head, at, inside, batch, numbers, C: tl.constexpr):
 
 
 @triton.jit
-def _table_gradients(ds_MN, i, j, site, seen, rules, batch, numbers, tables, C: tl.constexpr):
-    k_start, kv_head, head = site
-    place, bucket = bias_places(i, j, k_start, rules, batch, numbers, C)
-    seen = seen & (i < rules.length)
-    g_MN = ds_MN * tables.gradient_scale
-    if C.position_bias:
-        row = head // tables.position_group
-        tl.atomic_add(tables.position_grad + row * (2 * C.max_positions - 1) + place, g_MN, mask=seen, sem="relaxed")
-    if C.time_bias != "":
-        row = head // tables.time_group
-        tl.atomic_add(tables.time_grad + row * C.time_count + bucket, g_MN, mask=seen, sem="relaxed")
-
-
-@triton.jit
-def _dq_step(acc_MD, q_MD, do_ME, per_row, n0, position_M, site, k, v, strides, rules, batch, numbers, tables,
+def _dq_step(acc_MD, q_MD, do_ME, per_row, p0, n0, position_M, site, k, v, strides, rules, batch, numbers, tables,
              MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    k_start, kv_head, head = site
+    k_start, kv_head, head, rows = site
     lse_M, delta_M, inverse_M = per_row
     k_ND = load_rows(k, strides.k, k_start, rules.length, n0, kv_head, C.block_n, C.block_d, C.dim, C.tma)
     v_NE = load_rows(v, strides.v, k_start, rules.length, n0, kv_head, C.block_n, C.block_e, C.v_dim, C.tma)
-    x_MN = dot(q_MD, tl.trans(k_ND), C=C)
-    dp_MN = dot(do_ME, tl.trans(v_NE), C=C)
     i = position_M[:, None]
-    j = (n0 + tl.arange(0, C.block_n))[None, :]
-    x_MN, scale = scores(x_MN, i, j, k_start, head, rules, batch, numbers, tables, C)
+    column_N = n0 + tl.arange(0, C.block_n)
+    j = column_N[None, :]
+    columns = column_side(column_N, k_start, rules, batch, C)
+    x_MN, scale = biased_scores(q_MD, tl.trans(k_ND), rows, columns, head, batch, numbers, tables, False, C)
+    dp_MN = dot(do_ME, tl.trans(v_NE), C=C)
     if C.softmax:
         lse_M, delta_M = lse_M[:, None], delta_M[:, None]
     elif C.per_token:
         inverse_M = inverse_M[:, None]
     seen = True
-    if MASK or C.biased:
+    if MASK:
         seen = pair_mask(i, j, rules, C)
     p_MN, ds_MN = _chain(x_MN, scale, dp_MN, lse_M, delta_M, inverse_M, seen, MASK, C)
     if C.biased:
-        _table_gradients(ds_MN, i, j, site, seen, rules, batch, numbers, tables, C)
+        # pairs past the ends are zero here without a mask: their dP is
+        add_table_gradients(ds_MN, p0, n0, rows, columns, batch, numbers, tables, C)
     return dot(ds_MN.to(k_ND.dtype), k_ND, acc_MD, C=C)
 
 
@@ -116,7 +103,6 @@ def _dq_sample(acc_MD, at, m0, head, q, k, v, out, do, lse, delta, strides, batc
     """Add one sample's part of dq for one tile of its rows, without the factor scale / divisor."""
     out_start, q_length = at.out_start, at.q_length
     rules = sample_rules(q_length, at.k_length, at.targets, at.context, numbers, C)
-    site = (at.k_start, head // C.group, head)
     q_MD = load_rows(q, strides.q, at.q_start, q_length, m0, head, C.block_m, C.block_d, C.dim, C.tma)
     do_ME = load_rows(do, strides.do, out_start, q_length, m0, head, C.block_m, C.block_e, C.v_dim, C.tma)
     row_M = m0 + tl.arange(0, C.block_m)
@@ -133,16 +119,40 @@ def _dq_sample(acc_MD, at, m0, head, q, k, v, out, do, lse, delta, strides, batc
     p0 = m0 + rules.first_position
     p1 = tl.minimum(m0 + C.block_m, q_length) + rules.first_position
     position_M = p0 + tl.arange(0, C.block_m)
+    site = (at.k_start, head // C.group, head, row_side(position_M, at.k_start, rules, batch, C))
     lo, mid, top, hi = key_range(p0, p1, rules, C)
     if C.masked:
         for t in tl.range(lo, hi - (top - mid), C.block_n, num_stages=C.stages):
             n0 = tl.where(t < mid, t, t + (top - mid))
-            acc_MD = _dq_step(acc_MD, q_MD, do_ME, per_row, n0, position_M, site, k, v, strides, rules, batch, numbers,
-                              tables, True, C)  # fmt: skip
+            acc_MD = _dq_step(acc_MD, q_MD, do_ME, per_row, p0, n0, position_M, site, k, v, strides, rules, batch,
+                              numbers, tables, True, C)  # fmt: skip
     for n0 in tl.range(mid, top, C.block_n, num_stages=C.stages):
-        acc_MD = _dq_step(acc_MD, q_MD, do_ME, per_row, n0, position_M, site, k, v, strides, rules, batch, numbers,
+        acc_MD = _dq_step(acc_MD, q_MD, do_ME, per_row, p0, n0, position_M, site, k, v, strides, rules, batch, numbers,
                           tables, False, C)  # fmt: skip
     return acc_MD
+
+
+@triton.jit
+def _dq_seeds(entry, head, q, k, v, out, do, lse, delta, dq, strides, batch, numbers, tables, C: tl.constexpr):
+    acc_MD = tl.full([C.block_m, C.block_d], 0.0, tl.float32)
+    rows_tiles = tl.cdiv(batch.seeds, C.block_m)
+    chunk = entry // rows_tiles
+    m0 = entry % rows_tiles * C.block_m
+    for b in range(chunk, batch.size, batch.chunks):
+        at = read_sample(b, batch, C)
+        acc_MD = _dq_sample(acc_MD, at, m0, head, q, k, v, out, do, lse, delta, strides, batch, numbers, tables, C)
+    store_rows(dq, strides.dq, chunk * batch.seeds, batch.seeds, m0, head, acc_MD * numbers.gradient_scale, C.block_m,
+               C.block_d, C.dim)  # fmt: skip
+
+
+@triton.jit
+def _dq_tile(entry, head, q, k, v, out, do, lse, delta, dq, strides, batch, numbers, tables, C: tl.constexpr):
+    b, m0, at = read_tile(batch.tiles, entry, batch, C)
+    if b >= 0:
+        acc_MD = tl.full([C.block_m, C.block_d], 0.0, tl.float32)
+        acc_MD = _dq_sample(acc_MD, at, m0, head, q, k, v, out, do, lse, delta, strides, batch, numbers, tables, C)
+        store_rows(dq, strides.dq, at.q_start, at.q_length, m0, head, acc_MD * numbers.gradient_scale, C.block_m,
+                   C.block_d, C.dim)  # fmt: skip
 
 
 @triton.jit
@@ -150,45 +160,39 @@ def dq_kernel(q, k, v, out, do, lse, delta, dq, strides, batch, numbers, tables,
     """dq (rows, H, D); for softmax also delta (H, rows) = sum(out * do). Grid: (tiles * heads,), heads fastest.
 
     Broadcast queries: dq is (chunks, S, H, D) float32, chunk c holding the sum over samples c, c + chunks, ...; the
-    grid is (chunks * tiles of S * heads,).
+    grid is (chunks * tiles of S * heads,). With a bias, any multiple of heads: programs take the tiles in turn,
+    forwards and backwards alternately.
     """
     head = tl.program_id(0) % C.heads
     entry = tl.program_id(0) // C.heads
-    acc_MD = tl.full([C.block_m, C.block_d], 0.0, tl.float32)
-    if C.query == "broadcast":
-        rows_tiles = tl.cdiv(batch.seeds, C.block_m)
-        chunk = entry // rows_tiles
-        m0 = entry % rows_tiles * C.block_m
-        for b in range(chunk, batch.size, batch.chunks):
-            at = read_sample(b, batch, C)
-            acc_MD = _dq_sample(acc_MD, at, m0, head, q, k, v, out, do, lse, delta, strides, batch, numbers, tables, C)
-        dq_start = chunk * batch.seeds
-        rows = batch.seeds
+    if C.biased:
+        programs = tl.num_programs(0) // C.heads
+        for turn in range(0, tl.cdiv(batch.chunks, programs)):
+            taken = turn * programs + tl.where(turn % 2 == 0, entry, programs - 1 - entry)
+            if taken < batch.chunks:
+                _dq_tile(taken, head, q, k, v, out, do, lse, delta, dq, strides, batch, numbers, tables, C)
+    elif C.query == "broadcast":
+        _dq_seeds(entry, head, q, k, v, out, do, lse, delta, dq, strides, batch, numbers, tables, C)
     else:
-        b, m0, at = read_tile(batch.tiles, entry, batch, C)
-        if b < 0:
-            return
-        acc_MD = _dq_sample(acc_MD, at, m0, head, q, k, v, out, do, lse, delta, strides, batch, numbers, tables, C)
-        dq_start = at.q_start
-        rows = at.q_length
-    store_rows(dq, strides.dq, dq_start, rows, m0, head, acc_MD * numbers.gradient_scale, C.block_m, C.block_d, C.dim)
+        _dq_tile(entry, head, q, k, v, out, do, lse, delta, dq, strides, batch, numbers, tables, C)
 
 
 # ------------------------------------------------------------------------------------------------ dk, dv
 
 
 @triton.jit
-def _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, column_N, head, at, q, do, lse, delta, strides, rules, batch, numbers,
+def _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, columns, head, at, q, do, lse, delta, strides, rules, batch, numbers,
               tables, MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
     q_start, out_start, k_start, q_length = at.q_start, at.out_start, at.k_start, at.q_length
     q_MD = load_rows(q, strides.q, q_start, q_length, m0, head, C.block_m, C.block_d, C.dim, C.tma)
     do_ME = load_rows(do, strides.do, out_start, q_length, m0, head, C.block_m, C.block_e, C.v_dim, C.tma)
-    x_NM = dot(k_ND, tl.trans(q_MD), C=C)
-    dp_NM = dot(v_NE, tl.trans(do_ME), C=C)
     row_M = m0 + tl.arange(0, C.block_m)
-    i = (row_M + rules.first_position)[None, :]
-    j = column_N[:, None]
-    x_NM, scale = scores(x_NM, i, j, k_start, head, rules, batch, numbers, tables, C)
+    position_M = row_M + rules.first_position
+    i = position_M[None, :]
+    j = columns.position[:, None]
+    rows = row_side(position_M, k_start, rules, batch, C)
+    x_NM, scale = biased_scores(k_ND, tl.trans(q_MD), rows, columns, head, batch, numbers, tables, True, C)
+    dp_NM = dot(v_NE, tl.trans(do_ME), C=C)
     lse_M, delta_M, inverse_M = _row_numbers(lse, delta, head, out_start + row_M, row_M < q_length, batch, numbers, C)
     if C.softmax:
         lse_M, delta_M = lse_M[None, :], delta_M[None, :]
@@ -208,19 +212,19 @@ def _dkv_sample(dk_ND, dv_NE, k_ND, v_NE, at, n0, head, q, do, lse, delta, strid
                 C: tl.constexpr):  # fmt: skip
     """Add one sample's and one query head's part of dk and dv for one tile of keys."""
     rules = sample_rules(at.q_length, at.k_length, at.targets, at.context, numbers, C)
-    column_N = n0 + tl.arange(0, C.block_n)
+    columns = column_side(n0 + tl.arange(0, C.block_n), at.k_start, rules, batch, C)
     if C.rules:
         early, lo, mid, top, hi = row_range(n0, tl.minimum(n0 + C.block_n, at.k_length), rules, C)
         lo = lo - early  # rows 0..early and lo..mid and top..hi, joined
         for t in tl.range(lo, hi - (top - mid), C.block_m, num_stages=C.stages):
             m0 = tl.where(t < lo + early, t - lo, tl.where(t < mid, t, t + (top - mid)))
-            dk_ND, dv_NE = _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, column_N, head, at, q, do, lse, delta, strides,
+            dk_ND, dv_NE = _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, columns, head, at, q, do, lse, delta, strides,
                                      rules, batch, numbers, tables, True, C)  # fmt: skip
     else:
         mid = 0
         top = at.q_length
     for m0 in tl.range(mid, top, C.block_m, num_stages=C.stages):
-        dk_ND, dv_NE = _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, column_N, head, at, q, do, lse, delta, strides, rules,
+        dk_ND, dv_NE = _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, columns, head, at, q, do, lse, delta, strides, rules,
                                  batch, numbers, tables, False, C)  # fmt: skip
     return dk_ND, dv_NE
 

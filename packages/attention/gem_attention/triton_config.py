@@ -185,11 +185,17 @@ _UNMASKED_TILES: dict[tuple[str, int], Tiles] = {
     ("dkv", 128): Tiles(block_m=32, block_n=64, warps=4, stages=4, tma=True),
 }
 
+# a bias and its gradients need registers of their own: narrower tiles, nothing in flight
+_BIAS_TILES: dict[tuple[str, int], Tiles] = {
+    ("dq", 128): Tiles(block_m=64, block_n=32, warps=4, stages=1),
+    ("dkv", 128): Tiles(block_m=32, block_n=64, warps=4, stages=1),
+}
+
 
 def pick_tiles(kernel: Kernel, spec: AttentionSpec, *, dim: int, v_dim: int, float32: bool = False) -> Tiles:
     """Tile sizes for a kernel and head dim; block masks get tiles of their block, float32 small tiles.
 
-    A bias is gathered in the inner loop, and Triton would buffer each gathered tile in shared memory: no pipeline then.
+    With a bias there is no pipeline: Triton would buffer each gathered tile in shared memory.
     """
     if float32:
         return Tiles(block_m=32, block_n=32, warps=4, stages=1)
@@ -203,7 +209,7 @@ def pick_tiles(kernel: Kernel, spec: AttentionSpec, *, dim: int, v_dim: int, flo
     if not pointwise:
         tiles = replace(tiles, registers=0)
     if spec.bias is not None:
-        tiles = replace(tiles, stages=1)
+        tiles = replace(_BIAS_TILES.get(key, tiles), stages=1)
     if mask.block == 64:
         tiles = replace(tiles, block_m=64, block_n=64)
     return tiles

@@ -12,6 +12,7 @@ Letters as in triton_common.
 import triton
 import triton.language as tl
 
+from gem_attention.triton_bias import biased_scores, column_side, row_side
 from gem_attention.triton_common import (
     LOG2E,
     activate,
@@ -21,7 +22,6 @@ from gem_attention.triton_common import (
     pair_mask,
     read_tile,
     sample_rules,
-    scores,
     store_rows,
 )
 
@@ -30,13 +30,13 @@ from gem_attention.triton_common import (
 def _step(acc_ME, top_M, sum_M, q_MD, n0, position_M, site, k, v, strides, rules, batch, numbers, tables,
           MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Add one tile of columns. top_M and sum_M are the running maximum (base 2) and sum, softmax only."""
-    k_start, kv_head, head = site
+    k_start, kv_head, head, rows = site
     k_ND = load_rows(k, strides.k, k_start, rules.length, n0, kv_head, C.block_n, C.block_d, C.dim, C.tma)
-    x_MN = dot(q_MD, tl.trans(k_ND), C=C)
     column_N = n0 + tl.arange(0, C.block_n)
     i = position_M[:, None]
     j = column_N[None, :]
-    x_MN, scale = scores(x_MN, i, j, k_start, head, rules, batch, numbers, tables, C)
+    columns = column_side(column_N, k_start, rules, batch, C)
+    x_MN, scale = biased_scores(q_MD, tl.trans(k_ND), rows, columns, head, batch, numbers, tables, False, C)
     if C.softmax:
         x_MN = x_MN * (scale * LOG2E)
         if MASK:
@@ -66,13 +66,12 @@ def forward_kernel(q, k, v, out, lse, strides, batch, numbers, tables, C: tl.con
         return
     rules = sample_rules(at.q_length, at.k_length, at.targets, at.context, numbers, C)
     kv_head = head // C.group
-    site = (at.k_start, kv_head, head)
-
     q_MD = load_rows(q, strides.q, at.q_start, at.q_length, m0, head, C.block_m, C.block_d, C.dim, C.tma)
     p0 = m0 + rules.first_position
     p1 = tl.minimum(m0 + C.block_m, at.q_length) + rules.first_position
     position_M = p0 + tl.arange(0, C.block_m)
     lo, mid, top, hi = key_range(p0, p1, rules, C)
+    site = (at.k_start, kv_head, head, row_side(position_M, at.k_start, rules, batch, C))
 
     acc_ME = tl.full([C.block_m, C.block_e], 0.0, tl.float32)
     top_M = tl.full([C.block_m], float("-inf"), tl.float32)

@@ -6,7 +6,6 @@ Plain functions without autograd; `triton_attention` makes operators of them.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +13,21 @@ import triton
 from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 
-from gem_attention.interface import AttentionSpec, TimeBuckets
-from gem_attention.masks import time_boundaries
+from gem_attention.interface import AttentionSpec
 from gem_attention.triton_backward import dkv_kernel, dq_kernel, short_query_kernel
+from gem_attention.triton_bias import (
+    Tables,
+    empty_parts,
+    low_words,
+    programs_a_head,
+    summed_parts,
+    tables_of,
+    time_bounds,
+)
 from gem_attention.triton_config import Kernel, KernelSpec, Tiles, kernel_spec, pick_tiles
 from gem_attention.triton_forward import forward_kernel
 from gem_attention.triton_tiles import Sequences, tile_list
 
-_MAX_INT64 = 2**63 - 1
 _TMA_ROWS = 2**30
 SHORT_QUERY_ROWS = (32, 64)  # what block_m of short_query_kernel can be
 
@@ -78,7 +84,7 @@ class Batch(NamedTuple):
     divisor: Tensor | None
     seeds: int
     size: int
-    chunks: int
+    chunks: int  # broadcast queries: copies of dq; with a bias: tiles listed
 
 
 class Numbers(NamedTuple):
@@ -92,25 +98,9 @@ class Numbers(NamedTuple):
     time_step: float
 
 
-class Tables(NamedTuple):
-    position: Tensor | None
-    time: Tensor | None
-    position_grad: Tensor | None
-    time_grad: Tensor | None
-    position_group: int
-    time_group: int
-    gradient_scale: float
-
-
 def interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter (TRITON_INTERPRET was set before they were imported)."""
     return not isinstance(forward_kernel, triton.runtime.JITFunction)
-
-
-@lru_cache(maxsize=64)
-def _time_bounds(buckets: TimeBuckets, device: torch.device) -> Tensor:
-    """(count + 1,) int64: least dt of each bucket, then a bound nothing reaches."""
-    return torch.tensor([0, *time_boundaries(buckets), _MAX_INT64], dtype=torch.int64, device=device)
 
 
 def _row_stride(x: Tensor) -> tuple[int, int]:
@@ -180,7 +170,7 @@ def batch_arguments(
     shared = p.kv_index is not None
     bounds = None
     if spec.bias is not None and spec.bias.time is not None:
-        bounds = _time_bounds(spec.bias.time, p.q.device)
+        bounds = time_bounds(spec.bias.time, p.q.device)
     kv_samples = None
     if shared and key_tiles is not None:
         rows = torch.arange(p.k_offsets.shape[0], device=p.q.device)
@@ -192,7 +182,7 @@ def batch_arguments(
         key_tiles=key_tiles,
         kv_index=p.kv_index,
         kv_samples=kv_samples,
-        timestamps=p.timestamps if bounds is not None else None,
+        timestamps=low_words(p.timestamps) if bounds is not None and p.timestamps is not None else None,
         time_bounds=bounds,
         divisor=p.divisor,
         seeds=p.q.shape[0] if spec.query == "broadcast" else 0,
@@ -201,21 +191,8 @@ def batch_arguments(
     )
 
 
-def _tables(p: Problem, position_grad: Tensor | None = None, time_grad: Tensor | None = None) -> Tables:
-    heads = p.q.shape[1]
-    position = None if p.position_table is None else p.position_table.contiguous()
-    time = None if p.time_table is None else p.time_table.contiguous()
-    numbers = run_numbers(p)
-    inside = p.spec.bias is not None and p.spec.bias.where == "inside_scale"
-    return Tables(
-        position=position,
-        time=time,
-        position_grad=position_grad,
-        time_grad=time_grad,
-        position_group=heads // position.shape[0] if position is not None else 1,
-        time_group=heads // time.shape[0] if time is not None else 1,
-        gradient_scale=numbers.gradient_scale if inside else numbers.inverse_divisor,
-    )
+def _tables(p: Problem) -> Tables:
+    return tables_of(p.position_table, p.time_table, p.q.shape[1])
 
 
 def _sequences(p: Problem) -> Sequences:
@@ -327,7 +304,7 @@ def backward(
         return short_query_backward(p, do, grads, short_queries, dkv_tiles)
     # rows of k that no sample reads get zero by the kernel itself: it visits every key tile
     delta = torch.empty_like(lse)
-    grads = grads._replace(dq=run_dq(p, do, out, lse, delta, grads=grads, tiles=_tiles_for(p, "dq", dq_tiles)))
+    grads = run_dq(p, do, out, lse, delta, grads=grads, tiles=_tiles_for(p, "dq", dq_tiles))
     run_dkv(p, do, lse, delta, grads, _tiles_for(p, "dkv", dkv_tiles))
     return grads
 
@@ -335,7 +312,7 @@ def backward(
 def empty_gradients(p: Problem) -> Gradients:
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.q, p.k, p.v))
     position, time = (
-        None if t is None else torch.zeros(t.shape, dtype=torch.float32, device=t.device)
+        None if t is None else torch.empty(t.shape, dtype=torch.float32, device=t.device)
         for t in (p.position_table, p.time_table)
     )
     return Gradients(dq, dk, dv, position, time)
@@ -347,7 +324,8 @@ def _without_tma(tiles: Tiles, *tensors: Tensor) -> Tiles:
 
 def run_dq(
     p: Problem, do: Tensor, out: Tensor | None, lse: Tensor, delta: Tensor, *, grads: Gradients, tiles: Tiles
-) -> Tensor:
+) -> Gradients:
+    """grads with dq, and with the gradients of the tables where there are any."""
     tiles = _without_tma(tiles, p.q, p.k, p.v, do)
     c = compile_spec(p, tiles)
     if p.spec.query == "broadcast":
@@ -359,7 +337,12 @@ def run_dq(
     else:
         dq = grads.dq
         listed = query_tiles(p, c.block_m)
-        batch, programs, stride = batch_arguments(p, tiles=listed), listed.shape[0], _row_stride(dq)
+        programs, stride = listed.shape[0], _row_stride(dq)
+        batch = batch_arguments(p, tiles=listed, chunks=programs if c.biased else 0)
+    tables = _tables(p)
+    if c.biased:
+        programs = programs_a_head(programs, c.heads, p.q.device)
+        tables = empty_parts(tables, programs * c.heads, c.time_count, c.block_m, p.q.device)
     dq_kernel[(programs * c.heads,)](
         _reader(p.q, tiles, c.block_m, c.block_d),
         _reader(p.k, tiles, c.block_n, c.block_d),
@@ -379,11 +362,16 @@ def run_dq(
         ),
         batch,
         run_numbers(p),
-        _tables(p, grads.position, grads.time),
+        tables,
         C=c,
         **tiles.launch,
     )
-    return dq.sum(0).to(p.q.dtype) if p.spec.query == "broadcast" else dq
+    if c.biased:
+        numbers = run_numbers(p)
+        factor = numbers.gradient_scale if c.bias_inside else numbers.inverse_divisor
+        position, time = summed_parts(tables, c.heads, factor)
+        return grads._replace(position=position, time=time)
+    return grads._replace(dq=dq.sum(0).to(p.q.dtype)) if p.spec.query == "broadcast" else grads
 
 
 def run_dkv(p: Problem, do: Tensor, lse: Tensor, delta: Tensor, grads: Gradients, tiles: Tiles) -> None:

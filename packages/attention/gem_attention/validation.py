@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = ("softmax", "silu", "gelu", "gelu_tanh", "gelu_poly", "relu", "relu2", "identity")
 QUERY_KINDS = ("self", "cross", "broadcast", "tail")
+MAX_SPAN_S = 2**31 - 2  # of the timestamps of one sample
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -197,6 +198,8 @@ def check_layout(layout: Layout) -> None:
     if layout.tail:
         _check_tail(layout, k_offsets)
     rows = len(k_offsets) - 1
+    if layout.timestamps is not None:
+        _check_times(layout.timestamps, layout.k_offsets)
     if layout.kv_index is not None:
         before = 0
         for b, row in enumerate(layout.kv_index.tolist()):
@@ -223,6 +226,22 @@ def check_layout(layout: Layout) -> None:
             m + c <= n,
             f"sample {b} has {n} tokens, fewer than its {c} context tokens and {m} targets; no public system defines "
             "this: lower num_context or num_targets of that sample",
+        )
+
+
+def _check_times(timestamps: Tensor, k_offsets: Tensor) -> None:
+    """Times of one sample lie so near one another that their differences fit into 32 bits, as kernels take them."""
+    lengths = k_offsets.diff()
+    sample = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    least, greatest = (
+        torch.zeros_like(lengths).scatter_reduce(0, sample, timestamps, how, include_self=False)
+        for how in ("amin", "amax")
+    )
+    span = (greatest - least).tolist()
+    for b, seconds in enumerate(span):
+        _require(
+            0 <= seconds <= MAX_SPAN_S,
+            f"timestamps of sample {b} span {seconds} s, expected at most {MAX_SPAN_S} (68 years); in seconds?",
         )
 
 
