@@ -33,7 +33,7 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
     seed = _SEED if given is None else given
     print(f"seed {seed}   (repeat with --seed {seed})")
     request.node.user_properties.append(("seed", seed))
-    return random.Random(seed)
+    return random.Random(f"{seed} {request.node.name}")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -40,6 +40,10 @@ from gem_pipelines.trainer import Position, Trainer
 __all__ = ["capture", "find_latest", "find_mismatches", "restore", "save"]
 
 
+STATE_KEYS = ("position", "loader", "metrics", "optimizer", "tables_optimizer", "random")
+ABOUT_KEYS = ("config", "versions", "world_size")
+
+
 def capture(trainer: Trainer, loader: Loader) -> Checkpoint:
     """The training state now. A collective: every rank calls it, and every rank gets the whole."""
     tensors = {f"dense.{name}": value for name, value in trainer.parallel.dense_state().items()}
@@ -101,6 +105,10 @@ def restore(directory: Path, trainer: Trainer, loader: Loader) -> None:
 
 def find_mismatches(checkpoint: Checkpoint, trainer: Trainer) -> list[str]:
     """Every difference that forbids loading, one line each."""
+    problems = [f"state {key}: expected, but not stored" for key in STATE_KEYS if key not in checkpoint.state]
+    problems += [f"about {key}: expected, but not stored" for key in ABOUT_KEYS if key not in checkpoint.about]
+    if problems:
+        return problems
     problems = _config_mismatches(checkpoint.about["config"], trainer.config)
     problems += _schedule_mismatches(checkpoint.state["optimizer"], trainer)
     stored = checkpoint.about["versions"]["interfaces"]
@@ -109,7 +117,7 @@ def find_mismatches(checkpoint: Checkpoint, trainer: Trainer) -> list[str]:
             problems.append(
                 f"interface {name}: stored {stored[name]}, installed {list(version)} (needed {REQUIRED[name]})"
             )
-    expected = _expected_tensors(trainer)
+    expected = expected_tensors(trainer)
     for key, tensor in checkpoint.tensors.items():
         if key not in expected:
             problems.append(f"tensor {key}: stored, but this run has none of that name")
@@ -129,6 +137,12 @@ def find_mismatches(checkpoint: Checkpoint, trainer: Trainer) -> list[str]:
 
 def _schedule_mismatches(stored: dict[str, Any], trainer: Trainer) -> list[str]:
     """All but the constant schedule know how long they are: another length would change every later step."""
+    now = trainer.optimizer.hyperparameters()
+    missing = [f"optimizer {key}: expected, but not stored" for key in now if key not in stored]
+    stored_schedule = stored.get("schedule", {})
+    missing += [f"optimizer.schedule {key}: not stored" for key in now["schedule"] if key not in stored_schedule]
+    if missing:
+        return missing
     schedule, steps = stored["schedule"], trainer.optimizer.total_steps
     if schedule["kind"] == "constant" or schedule["total_steps"] == steps:
         return []
@@ -149,7 +163,8 @@ def _config_mismatches(stored_json: Any, config: RunConfig) -> list[str]:
     ]
 
 
-def _expected_tensors(trainer: Trainer) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def expected_tensors(trainer: Trainer) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Canonical key of every tensor that a checkpoint of this run can hold -> shape and dtype."""
     expected = {f"dense.{name}": described for name, described in trainer.parallel.dense_expected.items()}
     for name, shape in trainer.optimizer.expected_shapes().items():
         expected[f"optimizer.{name}"] = (shape, torch.float32)

@@ -59,6 +59,7 @@ class _Told:
 
     done: list[_Write] = field(default_factory=list)
     failed: int = 0
+    last: _Write | None = None
 
 
 class Saver:
@@ -124,10 +125,8 @@ class Saver:
         """On rank 0, between steps: the error of a write that failed, where that must stop the run."""
         if self._running is not None and self._running.thread is not None and not self._running.thread.is_alive():
             self._join()
-        for write in self._told.done:
-            if write.error is not None and self.on_error == "stop":
-                return CheckpointError(str(write.error))
-        return None
+        last = self._told.last
+        return CheckpointError(str(last.error)) if last is not None and last.error and self.on_error == "stop" else None
 
     def records(self) -> list[dict[str, Any]]:
         """The "checkpoint" records of writes that ended since this was last asked; tells of failures."""
@@ -142,13 +141,13 @@ class Saver:
         self._join()
 
         def check() -> None:
-            error = next((w.error for w in self._told.done if w.error is not None and w.step == step), None)
-            if error is not None or self._durable != step:
+            last = self._told.last
+            if last is not None and last.error is not None and last.step == step:
+                raise CheckpointError(str(last.error))
+            if self._durable != step:
                 raise CheckpointError(
-                    str(error)
-                    if error is not None
-                    else f"the checkpoint of step {step} is not durable: the newest "
-                    f"that this job has written is of step {self._durable}"
+                    f"the checkpoint of step {step} is not durable: the newest that this job has written is of step "
+                    f"{self._durable}"
                 )
 
         self.runtime.on_main(check)
@@ -168,6 +167,7 @@ class Saver:
 
     def _note(self, write: _Write) -> None:
         self._told.done.append(write)
+        self._told.last = write
         if write.error is None:
             self._durable = write.step
         else:

@@ -40,6 +40,8 @@ FREE_ON_RESUME = frozenset(
         "train.tensorboard",
         "train.report",
         "train.timeout_s",
+        "train.hang_limit_s",
+        "train.restart_limit",
         "train.device",
         "parallel.expert",
         "parallel.shard",
@@ -47,6 +49,7 @@ FREE_ON_RESUME = frozenset(
         "parallel.table_shard",
         "parallel.table_replica",
         "parallel.fully_sharded",
+        "parallel.overlap",
         "data.source",
         "data.options",
         "data.cache",
@@ -193,6 +196,8 @@ class TrainConfig:
     """Passes over the training split, where steps is None."""
     seed: int = 0
     """Seeds initialisation, shuffling and dropout."""
+    overlap: bool = True
+    """Check the next step's batches and send their ids to the tables' owners while this step is computed."""
     task_weights: tuple[float, ...] = ()
     """Weight of each task's loss, in schema order; empty: 1 each."""
     metric_window: int = 50
@@ -238,7 +243,12 @@ class TrainConfig:
     deterministic: bool = True
     """Refuse operations whose result depends on timing."""
     timeout_s: float = 600.0
-    """How long a collective waits before the run fails."""
+    """How long a collective waits before the run fails; also the limit of phases that are no step (start, save)."""
+    hang_limit_s: float | None = None
+    """A step that takes longer ends all ranks, with stacks; None: 10 times the 99th percentile of measured steps, at
+    least 30 s; 0: never."""
+    restart_limit: int = 3
+    """Automatic restarts in a row from the same checkpoint before the run is stopped with exit code 4."""
 
     def __post_init__(self) -> None:
         check_types(self, "train")
@@ -267,6 +277,10 @@ class RunConfig:
     tables: TablesConfig = field(default_factory=TablesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    init_from: str | None = None
+    """A checkpoint directory of another run whose weights this run starts from."""
+    init_partial: bool = False
+    """Take from init_from what fits, and name the rest; False: everything must fit."""
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
@@ -279,3 +293,5 @@ class RunConfig:
                 f"data.accumulate {self.data.accumulate}: a checkpoint averages the tables, so checkpoint_every must "
                 "be a multiple of table_sync_every, and accumulate 1; otherwise saving would change the run"
             )
+        _at_least("train", 1, restart_limit=self.restart_limit)
+        _at_least("train", 0, hang_limit_s=self.hang_limit_s)

@@ -16,6 +16,7 @@ from typing import Any
 from gem_data.api import build_loader, inspect_dataset, read_schema
 from gem_data.interface import LoaderConfig, Schema
 
+from gem_pipelines.checkpoint_start import start_from
 from gem_pipelines.config import RunConfig
 from gem_pipelines.contract import check_versions, installed_versions
 from gem_pipelines.data_source import data_directory
@@ -28,10 +29,16 @@ from gem_pipelines.runlock import RunLock
 from gem_pipelines.runtime import Runtime, start_runtime
 from gem_pipelines.trainer import Trainer
 
+from gem_pipelines.supervision import supervise
 
+from gem_pipelines.watchdog import record_collectives
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to run and where. run_dir None: runs/<name>-<time>. command: the line that repeats the run."""
+    """What to run and where. run_dir None: runs/<name>-<time>. command: the line that repeats the run.
+
+    resume     go on with the run in run_dir
+    automatic  nobody decided on this start (a restart): resume where run_dir holds a run, else begin
+    """
 
     config: RunConfig
     run_dir: Path | None
@@ -39,12 +46,14 @@ class Request:
     command: str
 
 
+    automatic: bool = False
 def run(request: Request) -> Outcome | None:
     """Run the job in this process (one of many under torchrun). Returns the outcome on rank 0, None elsewhere."""
     check_versions(installed_versions())
     train = request.config.train
     runtime = start_runtime(
         device=train.device,
+    record_collectives()
         threads=train.threads,
         deterministic=train.deterministic,
         timeout=timedelta(seconds=train.timeout_s),
@@ -56,8 +65,11 @@ def run(request: Request) -> Outcome | None:
         lock = _lock(directory, runtime)
         return _run(request, directory, lock, runtime)
     finally:
+        if request.automatic:
+            exists = runtime.from_main(str(int(directory.config_file.exists()))) == "1"
+            request = dataclasses.replace(request, resume=request.resume or exists)
         if lock is not None:
-            lock.release()
+            directory.give_up_lock(lock)
         runtime.close()
 
 
@@ -66,8 +78,7 @@ def _lock(directory: RunDirectory, runtime: Runtime) -> RunLock | None:
     held: list[RunLock] = []
 
     def acquire() -> None:
-        directory.path.mkdir(parents=True, exist_ok=True)
-        held.append(RunLock.acquire(directory.lock_file))
+        held.append(directory.acquire_lock())
 
     runtime.on_main(acquire)
     return held[0] if held else None
@@ -86,6 +97,8 @@ def _run(request: Request, directory: RunDirectory, lock: RunLock | None, runtim
 
     def prepare_directory() -> None:
         if request.resume:
+    if config.train.init_from is not None and first == 0:
+        start_from(Path(config.train.init_from), job.trainer, partial=config.train.init_partial, say=say)
             directory.go_on(config, command=request.command, step=first)
         else:
             directory.create(config, command=request.command)
@@ -94,6 +107,14 @@ def _run(request: Request, directory: RunDirectory, lock: RunLock | None, runtim
     return job.train(resumed_from=first if request.resume else None, survey=survey)
 
 
+    job.supervision = supervise(
+        directory,
+        config=config.train,
+        runtime=runtime,
+        first_step=first,
+        automatic=request.automatic,
+        files=[file.path for file in job.schema.files],
+    )
 def survey_data(data: Path, *, row_limit: int, runtime: Runtime) -> dict[str, Any] | None:
     """What is in the data, with every value checked, on rank 0; None elsewhere, and for more than `row_limit` rows.
 
@@ -156,6 +177,15 @@ def build(
     )
     schema = within(loader.schema, config.data.max_length)
     steps_per_epoch = -(-loader.batches_per_epoch // config.data.accumulate)
+    )
+
+
+    loader = build_loader(
+    )
+        return loader
+        loader,
+        runtime=runtime,
+        global_batch_size=config.data.global_batch_size,
     total_steps = config.train.steps or config.train.epochs * steps_per_epoch
     parallel = parallelize(
         build_model(schema, config.model, seed=config.train.seed),

@@ -29,6 +29,7 @@ from gem_pipelines.progress import ProgressDisplay
 from gem_pipelines.rundir import RunDirectory
 from gem_pipelines.runlock import RunLock
 from gem_pipelines.sinks import Sinks
+from gem_pipelines.supervision import Supervision
 from gem_pipelines.timing import PartClock
 from gem_pipelines.trainer import Trainer
 
@@ -78,8 +79,10 @@ class Job:
             say=self.display.say,
         )
         self.throughput = Throughput()
+        self.supervision = Supervision()
         self._sinks: Sinks | None = None
         self._last_eval: dict[str, Any] | None = None
+        self._announced: list[Batch] | ValueError | None = None
 
     def restore_latest(self) -> int:
         """Load the newest sound checkpoint and return its step; 0 where the run was killed before its first."""
@@ -105,6 +108,7 @@ class Job:
         self.saver.check_room(self.trainer)
         self._write(self._start_record(peak, resumed_from, survey))
         self.display.start(first)
+        ended = False
         try:
             if resumed_from is not None and self._misses_evaluation():
                 self._evaluate()
@@ -112,11 +116,14 @@ class Job:
             while self.trainer.position.step < self.total_steps:
                 self._one_step(steps, peak)
                 self._save_and_evaluate()
+            self.supervision.enter("finish", step=self.total_steps)
             self.saver.finish(self.total_steps)  # exit code 0 means that the last checkpoint is durable
             self._record_saves()
             end = self._end_record(time.perf_counter() - started, resumed_from)
             self._write(end)
+            ended = True
         finally:
+            self.supervision.close(ended=ended)
             self.display.stop()
             self.loader.close()
             self.saver.close()
@@ -142,6 +149,7 @@ class Job:
 
     def _one_step(self, steps: Iterator[list[Batch]], peak: float) -> None:
         number = self.trainer.position.step + 1
+        self.supervision.enter("step", step=number)
         train = self.config.train
         # Step 1 pays for first allocations: profiling starts at step 2.
         profiled = train.profile_every > 0 and (number - 2) % train.profile_every == 0
@@ -149,8 +157,10 @@ class Job:
         clock = PartClock(device=self.runtime.device, synchronize=profiled)
         with clock.part("read"):
             batches = self._read(steps)
+            upcoming = self._announce(steps, batches)
+        self.supervision.rows(batches)
         with clock.watching(self.trainer.parallel.module.parts()) if profiled else nullcontext():
-            record = self.trainer.step(batches, clock=clock, profiled=profiled)
+            record = self.trainer.step(batches, clock=clock, profiled=profiled, upcoming=upcoming)
         self.loader.mark_trained(batches[-1])
         if record["kind"] == "skip":
             self._record_skip(record)
@@ -163,11 +173,17 @@ class Job:
 
     def _read(self, steps: Iterator[list[Batch]]) -> list[Batch]:
         """The next step's batches. Data that cannot be read here stops every rank at this step, not this one alone."""
+        coming, self._announced = self._announced or self._fetch(steps), None
+        if isinstance(coming, ValueError):
+            self.trainer.stop_together(coming)
+        self.trainer.position.epoch = coming[0].step // self.loader.batches_per_epoch
+        return coming
+    def _fetch(self, steps: Iterator[list[Batch]]) -> list[Batch] | ValueError:
         failed = self.saver.failure()
         if failed is not None:
-            self.trainer.stop_together(failed)
+            return failed
         try:
-            batches = next(steps)
+            return next(steps)
         except ValueError as error:
             self.trainer.stop_together(error)
         self.trainer.position.epoch = batches[0].step // self.loader.batches_per_epoch
@@ -198,19 +214,20 @@ class Job:
 
     def _save_and_evaluate(self) -> None:
         """The checkpoint comes first: what was trained must outlive an evaluation that fails."""
-        train, step = self.config.train, self.trainer.position.step
-        if step == self.total_steps or (train.checkpoint_every and step % train.checkpoint_every == 0):
+        step = self.trainer.position.step
+        if self._saves_at(step):
+            self.supervision.enter("save", step=step)
             self.saver.save(self.trainer, self.loader)
         self._record_saves()
-        if self._evaluation_is_due():
+        if self._evaluates_at(step):
             self._evaluate()
 
     def _record_saves(self) -> None:
         for record in self.saver.records():
             self._write(record)
 
-    def _evaluation_is_due(self) -> bool:
-        every, step = self.config.train.eval_every, self.trainer.position.step
+    def _evaluates_at(self, step: int) -> bool:
+        every = self.config.train.eval_every
         return step == self.total_steps or bool(every and step % every == 0)
 
     def _misses_evaluation(self) -> bool:
@@ -218,8 +235,11 @@ class Job:
         finished run is evaluated once more, for the outcome.
         """
         step = self.trainer.position.step
+    def _saves_at(self, step: int) -> bool:
+        every = self.config.train.checkpoint_every
+        return step == self.total_steps or bool(every and step % every == 0)
         done = self.runtime.from_main(str(int(self.directory.has_evaluation(step)) if self.runtime.is_main else 0))
-        return step > 0 and self._evaluation_is_due() and (done == "0" or step == self.total_steps)
+        return step > 0 and self._evaluates_at(step) and (done == "0" or step == self.total_steps)
 
     def _evaluate(self) -> None:
         started = time.perf_counter()
@@ -248,6 +268,7 @@ class Job:
         )
         self.display.say(f"evaluated at step {step}: {figures}")
 
+        self.supervision.enter("evaluate", step=self.trainer.position.step)
     def _peak_flops_per_s(self) -> float:
         """Peak over all ranks: given per device, or measured on every rank at the same time."""
         given = self.config.train.peak_flops_per_s

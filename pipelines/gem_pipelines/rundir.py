@@ -7,6 +7,8 @@
     tensorboard/             the same figures as TensorBoard events
     predictions-<step>.parquet
     checkpoints/step-<NNNNNNNN>/
+    supervision/             what each rank is doing (flight.py); starts that did not reach the end (restarts.py)
+    hang/start-<N>/          stacks and last collectives of all ranks, where a start stood still (watchdog.py)
     run.lock                 held by the job that writes here
     report.html, report.md   written by `gemline report`
 
@@ -30,6 +32,7 @@ from gem_pipelines.config import RunConfig
 from gem_pipelines.config_codec import from_json, to_json
 from gem_pipelines.contract import installed_versions
 from gem_pipelines.errors import RunError
+from gem_pipelines.runlock import RunLock
 
 _DISTRIBUTIONS = ("gemline", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow", "safetensors")
 
@@ -39,6 +42,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._made: list[Path] = []
 
     @property
     def config_file(self) -> Path:
@@ -56,6 +60,11 @@ class RunDirectory:
         return self.path / "run.lock"
 
     @property
+    def supervision(self) -> Path:
+        """What the ranks are doing, and how earlier starts ended."""
+        return self.path / "supervision"
+
+    @property
     def checkpoints(self) -> Path:
         """Parent of the checkpoint directories."""
         return self.path / "checkpoints"
@@ -63,6 +72,20 @@ class RunDirectory:
     def predictions_file(self, step: int) -> Path:
         """Predictions of the evaluation at `step`."""
         return self.path / f"predictions-{step}.parquet"
+
+    def acquire_lock(self) -> RunLock:
+        """Make the directory where it is missing, and lock it. Raises LockError."""
+        self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        return RunLock.acquire(self.lock_file)
+
+    def give_up_lock(self, lock: RunLock) -> None:
+        """Give the lock back; and where no run came of it, take away the directories that were made for it."""
+        unused = bool(self._made) and [path.name for path in self.path.iterdir()] == [self.lock_file.name]
+        lock.release(remove=unused)
+        with contextlib.suppress(OSError):  # not empty: someone else is here
+            for path in self._made if unused else ():
+                path.rmdir()
 
     def check_unused(self) -> None:
         """Raise RunError where a run exists here already."""

@@ -6,8 +6,8 @@ On one machine liveness is the kernel's word: flock ends with the process that t
 left by SIGKILL is free at once and no age is looked at. A forked child closes its copy, so an orphan does not hold the
 run. Another machine's lock is seen too where the file system passes flock on; where it does not, the holder's beat is
 looked at: the file's time moves every BEAT_SECONDS. Taken over only when it stands still while it is watched AND its
-last beat is FOREIGN_DEAD_SECONDS old, both by the file server's clock. The file stays when the lock is given back
-(removing it would let two jobs lock two files of one name).
+last beat is FOREIGN_DEAD_SECONDS old, both by the file server's clock. A lock counts only while the file of its name
+is the one that was locked, so that removing it cannot let two jobs in.
 
 `check_held` before a checkpoint is published finds a lock file that someone removed or replaced meanwhile.
 
@@ -125,14 +125,16 @@ class RunLock:
         if found is None or found.job != self.holder.job:
             raise LockError(f"{self.path} names {found or 'nobody'} now, not {self.holder}; nothing more is written")
 
-    def release(self) -> None:
-        """Give the lock back."""
+    def release(self, *, remove: bool = False) -> None:
+        """Give the lock back. remove: and its file, where nothing came of the run; who waits for it makes a new one."""
         if self._descriptor is None:
             return
         self._stop.set()
         self._thread.join()
         with contextlib.suppress(OSError):
             _write(self._descriptor, Holder(**{**asdict(self.holder), "released": True}))
+        if remove:
+            self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
         self._descriptor = None
 

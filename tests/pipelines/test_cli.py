@@ -42,10 +42,14 @@ def run(debug_data, tmp_path_factory) -> Path:
 def test_a_run_leaves_what_it_promises(run, debug_data):
     assert {path.name for path in run.iterdir()} == {
         *("config.json", "command.txt", "versions.json", "metrics.jsonl", "tensorboard", "predictions-3.parquet"),
-        "checkpoints",
+        *("checkpoints", "supervision", "run.lock"),
     }
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
     records = read_records(run / "metrics.jsonl")
+    saves = [record for record in records if record["kind"] == "checkpoint"]
+    assert [(save["step"], save["error"]) for save in saves] == [(2, None), (3, None)]
+    assert all(save["bytes"] > 1e4 and save["stall_seconds"] > 0 for save in saves)
+    records = [record for record in records if record["kind"] != "checkpoint"]  # they come when they are written
     assert [record["kind"] for record in records] == ["start", "train", "train", "train", "eval", "end"]
     start, _, profiled, last, evaluation, end = records
     assert start["parameters"]["dense"] > 0
@@ -100,7 +104,7 @@ def test_a_run_is_neither_overwritten_nor_trained_twice(run, debug_data, capsys)
     assert main(["train", "--resume", "--run-dir", str(run)]) == 0
     assert "resumed from step 3" in capsys.readouterr().out
     assert (run / "checkpoints" / "step-00000003" / "manifest.json").read_bytes() == before
-    kinds = [record["kind"] for record in read_records(run / "metrics.jsonl")]
+    kinds = [r["kind"] for r in read_records(run / "metrics.jsonl") if r["kind"] != "checkpoint"]
     assert kinds == ["start", "train", "train", "train", "eval", "start", "eval", "end"]
     assert read_records(run / "metrics.jsonl")[-1]["resumed_from"] == 3
     lines = (run / "command.txt").read_text().splitlines()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.append(str(Path(__file__).parent))  # super_jobs.py, the harness that several procedures share
 
 
 def _pipeline_fixtures():  # type: ignore[no-untyped-def]

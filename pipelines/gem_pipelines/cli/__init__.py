@@ -1,5 +1,6 @@
 """The command line. Exit codes: 0 done; 1 a mistake in command, config, data or checkpoint (one message on standard
-error, no traceback unless --traceback is given); 3 a fault of the program itself (with traceback); 130 interrupted.
+error, no traceback unless --traceback is given); 3 a fault of the program itself (with traceback); 4 automatic restarts
+got nowhere; 5 a rank stood still; 130 interrupted.
 
 Commands are imported when they are called, so that `gemline config show` does not wait for torch.
 """
@@ -16,6 +17,7 @@ from gem_pipelines.errors import ConfigError, did_you_mean
 
 COMMANDS = {
     "train": "train a model, or go on with a run (--resume)",
+    "launch": "train with several processes of this host under torchrun, restarted when one dies",
     "data": "prepare, inspect or verify a data set",
     "config": "show the config of a recipe or of a run",
     "plan": "choose and explain a mesh for a cluster",
@@ -25,7 +27,8 @@ COMMANDS = {
 }
 
 _HELP = """'gemline COMMAND --help' says more; --traceback shows where a mistake was found.
-exit codes: 0 done, 1 a mistake in command, config, data or checkpoint, 3 a fault of the program, 130 interrupted"""
+exit codes: 0 done, 1 a mistake in command, config, data or checkpoint, 3 a fault of the program,
+  4 automatic restarts got nowhere, 5 a process stood still, 130 interrupted"""
 
 EXIT_OK, EXIT_MISTAKE, EXIT_FAULT, EXIT_INTERRUPTED = 0, 1, 3, 130
 
@@ -45,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         # One write with its line end: the messages of several ranks do not run into each other.
         sys.stderr.write(f"gemline{_rank()}: error: {_message(error)}\n")
-        return EXIT_MISTAKE
+        return int(getattr(error, "exit_code", EXIT_MISTAKE))
     except KeyboardInterrupt:
         print("gemline: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

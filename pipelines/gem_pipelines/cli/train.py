@@ -15,6 +15,7 @@ from gem_pipelines.config_codec import flatten
 from gem_pipelines.config_overrides import apply_overrides
 from gem_pipelines.errors import ConfigError, RunError
 from gem_pipelines.recipes import RECIPES, find_recipe
+from gem_pipelines.restarts import RestartLoopError, earlier_verdict
 from gem_pipelines.rundir import RunDirectory
 
 _FLAGS = ("--recipe", "--data", "--run-dir", "--resume", "--traceback")
@@ -25,13 +26,18 @@ def main(arguments: Sequence[str]) -> int:
     """Train; prints the result on rank 0."""
     parser = _parser()
     known, overrides = parser.parse_known_args(arguments)
+    automatic = known.auto_resume or restarted()
+    if automatic:
+        refuse_restart(known.run_dir)
     config = _resolve(known, overrides)
     from gem_pipelines.cli.outcome_table import print_outcome
     from gem_pipelines.job import Request, run
 
     run_dir = Path(known.run_dir) if known.run_dir else None
     command = repeat_command(arguments, resume=known.resume)
-    request = Request(config=config, run_dir=run_dir, resume=known.resume, command=command)
+    request = Request(
+        config=config, run_dir=run_dir, resume=known.resume, command=command, automatic=automatic
+    )
     outcome = run(request)
     if outcome is not None:
         print_outcome(outcome)
@@ -56,7 +62,26 @@ def _parser() -> Parser:
     parser.add_argument(
         "--resume", action="store_true", help="go on with the run in --run-dir from its newest sound checkpoint"
     )
+    parser.add_argument(
+        "--auto-resume",
+        action="store_true",
+        help="begin, or go on where --run-dir holds a run: for starts that nobody decides on (restarts by a scheduler)",
+    )
     return parser
+
+
+def restarted() -> bool:
+    """Whether torchrun started this process again, after a failure."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def refuse_restart(run_dir: str | None) -> None:
+    """Raise where an automatic start cannot, or should not, be made; before data and model are touched."""
+    if run_dir is None:
+        raise ConfigError("a run that is restarted by itself needs --run-dir: else every start is another run")
+    verdict = earlier_verdict(RunDirectory(Path(run_dir)).supervision)
+    if verdict:
+        raise RestartLoopError(f"{verdict}. To go on nevertheless: gemline train --resume --run-dir {run_dir}")
 
 
 def _resolve(known: Any, overrides: list[str]) -> RunConfig:
@@ -68,6 +93,8 @@ def _resolve(known: Any, overrides: list[str]) -> RunConfig:
             raise ConfigError("--resume takes the config of the run itself; leave out --recipe (overrides are allowed)")
         config = RunDirectory(Path(known.run_dir)).read_config()
     elif known.recipe:
+
+
         config = find_recipe(known.recipe)
     else:
         raise ConfigError(f"--recipe is missing; one of: {', '.join(RECIPES)}")
@@ -96,7 +123,7 @@ def repeat_command(arguments: Sequence[str], *, resume: bool = False) -> str:
     if resume:
         return shlex.join([*_program(), "train", *arguments])
     kept, skip = [], False
-    for argument in arguments:
+    for argument in (a for a in arguments if a != "--auto-resume"):
         if skip:
             skip = False
         elif argument in _NOT_REPEATED:

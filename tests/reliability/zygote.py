@@ -1,0 +1,136 @@
+"""Starts training processes without the seconds that imports take: forks of one process that has imported everything.
+
+A line of JSON in, one out:
+    {"start": [arguments of gemline], "environment": {...}, "output": file, "fault": {...} | null}  -> {"pid": n}
+    {"wait": pid, "seconds": s}  -> {"code": exit code, negative for a signal, or null while it runs}
+
+Faults, in the process that is started: {"name": ..., "step": n, ...}, see `FAULTS`. They are of the test, not of the
+program: the zygote patches the trainer of its child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def hold_gil(step: int) -> None:
+    """Sleep in C without giving the interpreter free."""
+    ctypes.PyDLL(None).sleep(60)
+
+
+def sleep(step: int) -> None:
+    """Stand still in Python."""
+    while True:
+        time.sleep(1)
+
+
+def skip_collective(step: int) -> None:
+    """Make a collective that no other rank makes."""
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
+def stop(step: int) -> None:
+    """Stop this process, as SIGSTOP from outside does."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def die(step: int) -> None:
+    """Die without a word."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAULTS = {f.__name__: f for f in (hold_gil, sleep, skip_collective, stop, die)}
+
+
+def install(fault: dict[str, Any]) -> None:
+    """Arrange for `fault` in this process."""
+    from gem_pipelines import failpoints
+    from gem_pipelines.trainer import Trainer
+
+    if fault["name"] == "failpoint":
+        left = [fault["hit"]]
+
+        def hook(name: str) -> None:
+            left[0] -= name == fault["place"]
+            if name == fault["place"] and left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        failpoints.install(hook)
+        return
+    inner = Trainer.step
+
+    def step(self: Any, *arguments: Any, **options: Any) -> Any:
+        if self.position.step + 1 == fault["step"]:
+            FAULTS[fault["name"]](fault["step"])
+        return inner(self, *arguments, **options)
+
+    Trainer.step = step  # type: ignore[method-assign]
+
+
+def run(command: dict[str, Any]) -> int:
+    """In the fork: become a training process."""
+    descriptor = os.open(command["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(command["environment"])
+    if command.get("fault"):
+        install(command["fault"])
+    from gem_pipelines.cli import main
+
+    return main(command["start"])
+
+
+def wait(pid: int, seconds: float) -> int | None:
+    """Exit code of a child, or None where it still runs after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.005)
+
+
+def main() -> None:
+    """Import, say so, and obey until the input ends."""
+    import gem_embeddings.torchrec_tables
+    import gem_pipelines.job
+    import gem_pipelines.recipes.debug
+    import torchrec.distributed.model_parallel
+    import torchrec.distributed.planner
+
+    assert None not in (gem_pipelines, gem_embeddings, torchrec)  # imported for the forks, not used here
+    answer = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    threads = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    answer.write(json.dumps({"threads": threads}) + "\n")
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "wait" in command:
+            answer.write(json.dumps({"code": wait(command["wait"], command["seconds"])}) + "\n")
+            continue
+        pid = os.fork()
+        if pid == 0:
+            code = 99
+            try:
+                code = run(command)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        answer.write(json.dumps({"pid": pid}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
