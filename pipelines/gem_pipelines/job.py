@@ -27,11 +27,11 @@ from gem_pipelines.parallelize import parallelize, seed_everything
 from gem_pipelines.rundir import RunDirectory
 from gem_pipelines.runlock import RunLock
 from gem_pipelines.runtime import Runtime, start_runtime
-from gem_pipelines.trainer import Trainer
-
 from gem_pipelines.supervision import supervise
-
+from gem_pipelines.trainer import Trainer
 from gem_pipelines.watchdog import record_collectives
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What to run and where. run_dir None: runs/<name>-<time>. command: the line that repeats the run.
@@ -44,16 +44,16 @@ class Request:
     run_dir: Path | None
     resume: bool
     command: str
-
-
     automatic: bool = False
+
+
 def run(request: Request) -> Outcome | None:
     """Run the job in this process (one of many under torchrun). Returns the outcome on rank 0, None elsewhere."""
     check_versions(installed_versions())
     train = request.config.train
+    record_collectives()
     runtime = start_runtime(
         device=train.device,
-    record_collectives()
         threads=train.threads,
         deterministic=train.deterministic,
         timeout=timedelta(seconds=train.timeout_s),
@@ -63,11 +63,11 @@ def run(request: Request) -> Outcome | None:
     try:
         directory = RunDirectory(Path(runtime.from_main(str(request.run_dir or default))))
         lock = _lock(directory, runtime)
-        return _run(request, directory, lock, runtime)
-    finally:
         if request.automatic:
             exists = runtime.from_main(str(int(directory.config_file.exists()))) == "1"
             request = dataclasses.replace(request, resume=request.resume or exists)
+        return _run(request, directory, lock, runtime)
+    finally:
         if lock is not None:
             directory.give_up_lock(lock)
         runtime.close()
@@ -94,19 +94,16 @@ def _run(request: Request, directory: RunDirectory, lock: RunLock | None, runtim
     survey = survey_data(data, row_limit=config.train.survey_rows, runtime=runtime)
     job = build(config, data=data, directory=directory, runtime=runtime, lock=lock)
     first = job.restore_latest() if request.resume else 0
+    if config.train.init_from is not None and first == 0:
+        start_from(Path(config.train.init_from), job.trainer, partial=config.train.init_partial, say=say)
 
     def prepare_directory() -> None:
         if request.resume:
-    if config.train.init_from is not None and first == 0:
-        start_from(Path(config.train.init_from), job.trainer, partial=config.train.init_partial, say=say)
             directory.go_on(config, command=request.command, step=first)
         else:
             directory.create(config, command=request.command)
 
     runtime.on_main(prepare_directory)
-    return job.train(resumed_from=first if request.resume else None, survey=survey)
-
-
     job.supervision = supervise(
         directory,
         config=config.train,
@@ -115,6 +112,9 @@ def _run(request: Request, directory: RunDirectory, lock: RunLock | None, runtim
         automatic=request.automatic,
         files=[file.path for file in job.schema.files],
     )
+    return job.train(resumed_from=first if request.resume else None, survey=survey)
+
+
 def survey_data(data: Path, *, row_limit: int, runtime: Runtime) -> dict[str, Any] | None:
     """What is in the data, with every value checked, on rank 0; None elsewhere, and for more than `row_limit` rows.
 
@@ -177,15 +177,6 @@ def build(
     )
     schema = within(loader.schema, config.data.max_length)
     steps_per_epoch = -(-loader.batches_per_epoch // config.data.accumulate)
-    )
-
-
-    loader = build_loader(
-    )
-        return loader
-        loader,
-        runtime=runtime,
-        global_batch_size=config.data.global_batch_size,
     total_steps = config.train.steps or config.train.epochs * steps_per_epoch
     parallel = parallelize(
         build_model(schema, config.model, seed=config.train.seed),

@@ -82,7 +82,6 @@ class Job:
         self.supervision = Supervision()
         self._sinks: Sinks | None = None
         self._last_eval: dict[str, Any] | None = None
-        self._announced: list[Batch] | ValueError | None = None
 
     def restore_latest(self) -> int:
         """Load the newest sound checkpoint and return its step; 0 where the run was killed before its first."""
@@ -157,10 +156,9 @@ class Job:
         clock = PartClock(device=self.runtime.device, synchronize=profiled)
         with clock.part("read"):
             batches = self._read(steps)
-            upcoming = self._announce(steps, batches)
         self.supervision.rows(batches)
         with clock.watching(self.trainer.parallel.module.parts()) if profiled else nullcontext():
-            record = self.trainer.step(batches, clock=clock, profiled=profiled, upcoming=upcoming)
+            record = self.trainer.step(batches, clock=clock, profiled=profiled)
         self.loader.mark_trained(batches[-1])
         if record["kind"] == "skip":
             self._record_skip(record)
@@ -173,17 +171,11 @@ class Job:
 
     def _read(self, steps: Iterator[list[Batch]]) -> list[Batch]:
         """The next step's batches. Data that cannot be read here stops every rank at this step, not this one alone."""
-        coming, self._announced = self._announced or self._fetch(steps), None
-        if isinstance(coming, ValueError):
-            self.trainer.stop_together(coming)
-        self.trainer.position.epoch = coming[0].step // self.loader.batches_per_epoch
-        return coming
-    def _fetch(self, steps: Iterator[list[Batch]]) -> list[Batch] | ValueError:
         failed = self.saver.failure()
         if failed is not None:
-            return failed
+            self.trainer.stop_together(failed)
         try:
-            return next(steps)
+            batches = next(steps)
         except ValueError as error:
             self.trainer.stop_together(error)
         self.trainer.position.epoch = batches[0].step // self.loader.batches_per_epoch
@@ -214,20 +206,20 @@ class Job:
 
     def _save_and_evaluate(self) -> None:
         """The checkpoint comes first: what was trained must outlive an evaluation that fails."""
-        step = self.trainer.position.step
-        if self._saves_at(step):
+        train, step = self.config.train, self.trainer.position.step
+        if step == self.total_steps or (train.checkpoint_every and step % train.checkpoint_every == 0):
             self.supervision.enter("save", step=step)
             self.saver.save(self.trainer, self.loader)
         self._record_saves()
-        if self._evaluates_at(step):
+        if self._evaluation_is_due():
             self._evaluate()
 
     def _record_saves(self) -> None:
         for record in self.saver.records():
             self._write(record)
 
-    def _evaluates_at(self, step: int) -> bool:
-        every = self.config.train.eval_every
+    def _evaluation_is_due(self) -> bool:
+        every, step = self.config.train.eval_every, self.trainer.position.step
         return step == self.total_steps or bool(every and step % every == 0)
 
     def _misses_evaluation(self) -> bool:
@@ -235,13 +227,11 @@ class Job:
         finished run is evaluated once more, for the outcome.
         """
         step = self.trainer.position.step
-    def _saves_at(self, step: int) -> bool:
-        every = self.config.train.checkpoint_every
-        return step == self.total_steps or bool(every and step % every == 0)
         done = self.runtime.from_main(str(int(self.directory.has_evaluation(step)) if self.runtime.is_main else 0))
-        return step > 0 and self._evaluates_at(step) and (done == "0" or step == self.total_steps)
+        return step > 0 and self._evaluation_is_due() and (done == "0" or step == self.total_steps)
 
     def _evaluate(self) -> None:
+        self.supervision.enter("evaluate", step=self.trainer.position.step)
         started = time.perf_counter()
         config = LoaderConfig(
             global_batch_size=self.config.train.eval_batch_size,
@@ -268,7 +258,6 @@ class Job:
         )
         self.display.say(f"evaluated at step {step}: {figures}")
 
-        self.supervision.enter("evaluate", step=self.trainer.position.step)
     def _peak_flops_per_s(self) -> float:
         """Peak over all ranks: given per device, or measured on every rank at the same time."""
         given = self.config.train.peak_flops_per_s

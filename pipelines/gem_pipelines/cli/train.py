@@ -18,7 +18,7 @@ from gem_pipelines.recipes import RECIPES, find_recipe
 from gem_pipelines.restarts import RestartLoopError, earlier_verdict
 from gem_pipelines.rundir import RunDirectory
 
-_FLAGS = ("--recipe", "--data", "--run-dir", "--resume", "--traceback")
+_FLAGS = ("--recipe", "--data", "--run-dir", "--resume", "--auto-resume", "--traceback")
 _NOT_REPEATED = ("--run-dir",)
 
 
@@ -35,9 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 
     run_dir = Path(known.run_dir) if known.run_dir else None
     command = repeat_command(arguments, resume=known.resume)
-    request = Request(
-        config=config, run_dir=run_dir, resume=known.resume, command=command, automatic=automatic
-    )
+    request = Request(config=config, run_dir=run_dir, resume=known.resume, command=command, automatic=automatic)
     outcome = run(request)
     if outcome is not None:
         print_outcome(outcome)
@@ -93,8 +91,6 @@ def _resolve(known: Any, overrides: list[str]) -> RunConfig:
             raise ConfigError("--resume takes the config of the run itself; leave out --recipe (overrides are allowed)")
         config = RunDirectory(Path(known.run_dir)).read_config()
     elif known.recipe:
-
-
         config = find_recipe(known.recipe)
     else:
         raise ConfigError(f"--recipe is missing; one of: {', '.join(RECIPES)}")
