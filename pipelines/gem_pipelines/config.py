@@ -48,6 +48,7 @@ FREE_ON_RESUME = frozenset(
         "parallel.replicate",
         "parallel.table_shard",
         "parallel.table_replica",
+        "parallel.table_sharding",
         "parallel.fully_sharded",
         "parallel.overlap",
         "data.source",
@@ -166,6 +167,8 @@ class ParallelConfig:
     """Copies of the tables."""
     fully_sharded: bool = False
     """Between steps each process keeps 1 / table_replica of its part of the tables."""
+    table_sharding: Literal["table_wise", "row_wise"] = "table_wise"
+    """How a copy of the tables lies on its processes: each table whole on one, or cut over all. Computes the same."""
     table_sync: Literal["gradients", "average"] = "gradients"
     """"gradients": copies apply the same sum of gradients, the model of one process. "average": each copy applies its
     own, then weights and moments are averaged; fewer bytes, another model."""

@@ -171,6 +171,7 @@ def _place_tables(
         process_group=group,
         device=runtime.device,
         impl=config.impl,
+        sharding={spec.name: parallel.table_sharding for spec in specs},
         replicas=replicas,
     )
 
