@@ -116,6 +116,12 @@ def distributed(session: nox.Session) -> None:
 
 
 @inside
+def reliability(session: nox.Session) -> None:
+    """Kills, hangs, corruption, full disks: nothing lost.   [-- --full, --seed N, other pytest arguments]"""
+    run(session, "pytest", "tests/reliability", "-m", "not gpu", *session.posargs, **THREADS)
+
+
+@inside
 def gate(session: nox.Session) -> None:
     """Exact counters against their record; fails on a regression.   [-- another command of ci/gate.py]"""
     run(session, "python", "-W", "ignore", "ci/gate.py", *(session.posargs or ["counters"]), **THREADS)

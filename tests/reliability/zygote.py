@@ -66,6 +66,9 @@ def install(fault: dict[str, Any]) -> None:
 
         failpoints.install(hook)
         return
+    if fault["name"] == "recapture":
+        recapture(Path(fault["into"]))
+        return
     inner = Trainer.step
 
     def step(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -74,6 +77,19 @@ def install(fault: dict[str, Any]) -> None:
         return inner(self, *arguments, **options)
 
     Trainer.step = step  # type: ignore[method-assign]
+
+
+def recapture(into: Path) -> None:
+    """Write what was just restored into a checkpoint of its own."""
+    from gem_pipelines import checkpoint
+
+    inner = checkpoint.restore
+
+    def restore(directory: Path, trainer: Any, loader: Any) -> None:
+        inner(directory, trainer, loader)
+        checkpoint.save(into, trainer, loader, keep=99)
+
+    checkpoint.restore = restore
 
 
 def run(command: dict[str, Any]) -> int:

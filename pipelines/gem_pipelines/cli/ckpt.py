@@ -1,4 +1,4 @@
-"""gemline ckpt inspect | verify"""
+"""gemline ckpt inspect | verify | export"""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gem_pipelines.checkpoint_format import list_steps, step_directory
-from gem_pipelines.checkpoint_manifest import MANIFEST, find_damage, read_manifest, state_digest
+from gem_pipelines.checkpoint_keep import find_all_damage
+from gem_pipelines.checkpoint_manifest import MANIFEST, read_manifest, state_digest
 from gem_pipelines.cli.parser import Parser
-from gem_pipelines.errors import CheckpointError
+from gem_pipelines.errors import CheckpointError, ConfigError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Inspect or verify one checkpoint, or all checkpoints of a run."""
+    """Inspect or verify one checkpoint, or all checkpoints of a run; export one, or the newest sound one."""
     parser = Parser(
         prog="gemline ckpt",
         description="inspect: what a checkpoint holds, as JSON. verify: check every byte; exit code 1 where one "
-        "is damaged.\n"
+        "is damaged. export: write the newest sound one as safetensors (dense part) and Parquet (tables) into OUT.\n"
         "DIR is a checkpoint, or a run (or its checkpoints directory): then all of its checkpoints.",
     )
-    parser.add_argument("verb", choices=["inspect", "verify"])
+    parser.add_argument("verb", choices=["inspect", "verify", "export"])
     parser.add_argument("directory", metavar="DIR")
+    parser.add_argument("out", metavar="OUT", nargs="?", help="directory that export makes")
     known = parser.parse_args(arguments)
+    if (known.verb == "export") != (known.out is not None):
+        raise ConfigError("gemline ckpt export DIR OUT: OUT belongs to export, and export needs it")
     directories = checkpoint_directories(Path(known.directory))
+    if known.verb == "export":
+        return export_newest(directories, Path(known.out))
     return inspect(directories) if known.verb == "inspect" else verify(directories)
 
 
@@ -48,6 +54,7 @@ def inspect(directories: list[Path]) -> int:
                 "directory": str(directory),
                 "state_digest": state_digest(manifest),
                 "format_version": list(manifest.format_version),
+                "base": None if manifest.base is None else manifest.base.step,
                 "bytes": sum(entry.bytes for entry in manifest.files),
                 "files": {entry.name: entry.bytes for entry in manifest.files},
                 "tensors": {key: f"{entry.dtype} {list(entry.shape)}" for key, entry in manifest.tensors.items()},
@@ -58,11 +65,25 @@ def inspect(directories: list[Path]) -> int:
     return 0
 
 
+def export_newest(directories: list[Path], out: Path) -> int:
+    """Export the newest one of `directories` that is sound."""
+    from gem_pipelines.checkpoint_export import export
+
+    for directory in reversed(directories):
+        damages = find_all_damage(directory)
+        if not damages:
+            export(directory, out)
+            print(f"{directory} exported to {out}")
+            return 0
+        print(f"{directory}: DAMAGED, passed over: {damages[0]}")
+    raise CheckpointError(f"none of the {len(directories)} checkpoints is sound; gemline ckpt verify says more")
+
+
 def verify(directories: list[Path]) -> int:
     """Check every byte; name file and byte range of what is damaged."""
     bad = 0
     for directory in directories:
-        damages = find_damage(directory)
+        damages = find_all_damage(directory)
         print(f"{directory}: {'DAMAGED' if damages else 'sound'}")
         for damage in damages:
             print(f"  {damage}")
