@@ -219,6 +219,36 @@ class TrainConfig:
     keep_checkpoints: int = 3
     """How many of the newest sound checkpoints are kept."""
     checkpoint_async: bool = True
+@dataclass(frozen=True, kw_only=True)
+class BalanceConfig:
+    """How rows are spread so that every process's step takes alike long. Loss and gradients are weighted by true
+    counts whatever it says."""
+
+    method: Literal["none", "base", "global"] = "none"
+    """"base": base batches are moved inside each logical shard, nothing is sent; another order of rows. "global": the
+    rows of a global batch are exchanged between processes, one step ahead; the same global batches."""
+    base_batch: int = 128
+    """"base": rows that are moved together."""
+    base_pool: int = 256
+    """"base": base batches that are sorted together, at most those of a window (data.window_groups)."""
+    partition: Literal["lpt", "kk"] = "lpt"
+    """"global": heaviest row to the least loaded process, or largest differencing."""
+    counts: Literal["equal", "free"] = "equal"
+    """"global": as many rows on each process as without balance, or any number."""
+    cost: str = "flops"
+    """Load of a row: "flops" (counted from the model), "events", or a file that `gemline profile --fit-cost` wrote."""
+    budget: float | None = None
+    """Largest load of what one process computes at once, in the unit of `cost`: what exceeds it is cut into smaller
+    micro-batches, as many on all processes. Bounds memory; the step stays the same up to rounding. None: not cut."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "balance")
+        _at_least("balance", 1, base_batch=self.base_batch)
+        _at_least("balance", 2, base_pool=self.base_pool)
+        if self.budget is not None and not self.budget > 0:
+            raise ConfigError(f"balance.budget is {self.budget}, expected above 0, or None")
+
+
     """Write checkpoints beside training, from a snapshot; False: training waits until each is durable."""
     checkpoint_full_every: int = 1
     """Every so many checkpoints a full one; those between hold the table rows that changed since (1: all full)."""
@@ -298,3 +328,4 @@ class RunConfig:
             )
         _at_least("train", 1, restart_limit=self.restart_limit)
         _at_least("train", 0, hang_limit_s=self.hang_limit_s)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)

@@ -42,6 +42,13 @@ class Runtime:
             dist.all_reduce(total)
         return total.to(values.device)
 
+    def max(self, values: Tensor) -> Tensor:
+        """Element-wise maximum over ranks, a new tensor on the same device."""
+        total = values.detach().to(self.device, copy=True)
+        if self.world_size > 1:
+            dist.all_reduce(total, op=dist.ReduceOp.MAX)
+        return total.to(values.device)
+
     def gather_rows(self, rows: Tensor) -> Tensor:
         """Rows of all ranks, in rank order, on every rank. The ranks' numbers of rows may differ and may be 0.
 

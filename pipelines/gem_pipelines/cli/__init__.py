@@ -20,6 +20,7 @@ COMMANDS = {
     "launch": "train with several processes of this host under torchrun, restarted when one dies",
     "data": "prepare, inspect or verify a data set",
     "config": "show the config of a recipe or of a run",
+    "profile": "fit what a row costs to measured steps",
     "plan": "choose and explain a mesh for a cluster",
     "ckpt": "inspect or verify a checkpoint",
     "report": "write the report of a run",

@@ -22,6 +22,10 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
+    def flags(self) -> list[str]:
+        """Every flag of its own, as "--name"."""
+        return [flag for flag in self._option_string_actions if flag.startswith("--")]
+
     def error(self, message: str) -> NoReturn:
         """One line, with the nearest flag where one is unknown."""
         unknown = re.match(r"unrecognized arguments: (\S+)", message)

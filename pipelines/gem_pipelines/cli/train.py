@@ -35,7 +35,9 @@ def main(arguments: Sequence[str]) -> int:
 
     run_dir = Path(known.run_dir) if known.run_dir else None
     command = repeat_command(arguments, resume=known.resume)
-    request = Request(config=config, run_dir=run_dir, resume=known.resume, command=command, automatic=automatic)
+    request = Request(
+        config=config, run_dir=run_dir, resume=known.resume, command=command, automatic=automatic
+    )
     outcome = run(request)
     if outcome is not None:
         print_outcome(outcome)
@@ -90,15 +92,25 @@ def _resolve(known: Any, overrides: list[str]) -> RunConfig:
         if known.recipe:
             raise ConfigError("--resume takes the config of the run itself; leave out --recipe (overrides are allowed)")
         config = RunDirectory(Path(known.run_dir)).read_config()
-    elif known.recipe:
-        config = find_recipe(known.recipe)
     else:
+        config = recipe_config(known.recipe)
+    return with_overrides(config, known.data, overrides, own_flags=_FLAGS)
+
+
+def recipe_config(recipe: str | None) -> RunConfig:
+    """The config of a recipe that the command line must name."""
+    if not recipe:
         raise ConfigError(f"--recipe is missing; one of: {', '.join(RECIPES)}")
-    if known.data:
-        config = replace(
-            config, data=replace(config.data, source=known.data, options=_kept_options(config, known.data))
-        )
-    return apply_overrides(config, overrides, own_flags=_FLAGS)
+    return find_recipe(recipe)
+
+
+def with_overrides(
+    config: RunConfig, data: str | None, overrides: list[str], *, own_flags: tuple[str, ...]
+) -> RunConfig:
+    """`config` with --data and the dotted values of the command line."""
+    if data:
+        config = replace(config, data=replace(config.data, source=data, options=_kept_options(config, data)))
+    return apply_overrides(config, overrides, own_flags=own_flags)
 
 
 def _kept_options(config: RunConfig, source: str) -> tuple[str, ...]:

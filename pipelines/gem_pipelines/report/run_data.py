@@ -290,7 +290,7 @@ def _add_record(metrics: _Metrics, record: Any, where: str) -> None:
 # What a train record holds besides figures that vary; a string or a list here is a broken record.
 _FIGURES = ("epoch", "samples", "tokens", "loss", "learning_rate", "grad_norm", "seconds", "samples_per_s")
 _FIGURES += ("tokens_per_s", "flops", "flops_per_s", "mfu", "memory_bytes")
-_GROUPS = ("loss_by_task", "window_ne", "flops_by_part", "seconds_by_part")
+_GROUPS = ("loss_by_task", "window_ne", "flops_by_part", "seconds_by_part", "imbalance", "ids_seen", "ids_outside")
 
 
 def _figures(record: dict[str, Any], where: str) -> dict[str, float]:

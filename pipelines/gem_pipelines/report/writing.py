@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from gem_pipelines.report import panels as draw
+from gem_pipelines.report.balance import imbalance_panels, imbalance_table
 from gem_pipelines.report.curves import TaskCurves, read_curves
 from gem_pipelines.report.drawing import Panel
-from gem_pipelines.report.facts import all_tables, best_possible, floors, length_summaries
+from gem_pipelines.report.facts import Table, all_tables, best_possible, floors, length_summaries
 from gem_pipelines.report.formatting import count, plain, quantity
 from gem_pipelines.report.markdown import render_markdown
 from gem_pipelines.report.page import render_page
@@ -31,12 +32,22 @@ def write_report(run_dir: Path | str) -> Path:
     run = read_run(run_dir)
     curves, notes = _curves(run)
     notes = (*run.notes, *notes)
-    tables = all_tables(run)
+    tables = _tables(run)
     page = render_page(run, tables=tables, panels=_panels(run, curves), tiles=_tiles(run), notes=notes)
     _replace(run.directory / "report.md", render_markdown(run, tables=tables, notes=notes))
     path = run.directory / "report.html"
     _replace(path, page)
     return path
+
+
+def _tables(run: RunData) -> tuple[Table, ...]:
+    """Every table, with that of the balance behind the throughput's."""
+    tables = list(all_tables(run))
+    balance = imbalance_table(run)
+    if balance is not None:
+        titles = [table.title for table in tables]
+        tables.insert(titles.index("Throughput") + 1 if "Throughput" in titles else 0, balance)
+    return tuple(tables)
 
 
 def _curves(run: RunData) -> tuple[tuple[TaskCurves, ...], tuple[str, ...]]:
@@ -72,6 +83,7 @@ def _panels(run: RunData, curves: tuple[TaskCurves, ...]) -> tuple[Panel, ...]:
         ),
         draw.throughput_panel(run),
         draw.flops_panel(run),
+        *imbalance_panels(run),
         draw.memory_panel(run),
         draw.optimizer_panel(run),
     )

@@ -1,0 +1,222 @@
+"""The global balancer: a loader whose batches hold rows that another rank read, so that loads are alike.
+
+    read (this rank's slice) -> all-gather of (load, bytes) a row -> every rank computes the same partition
+                             -> all-to-all of packed rows -> batch
+
+It works one step ahead, on a thread and a gloo group of its own, so that the exchange hides behind the training step.
+The global batch stays the same set of rows, so losses are those of the unbalanced run up to rounding; which rank has
+which row follows from loads alone, so a resumed run repeats it bit for bit.
+
+Why the fetches match across ranks: each call of next() hands out one batch and asks for one more. All ranks call it in
+step, so all have asked for the same number of exchanges, and `close` can wait for the one that is under way. A rank
+that cannot read says so in the same all-gather; then all ranks raise at that batch.
+
+Cost: loads are 16 bytes a row to every rank; rows move once, all but about 1 / W of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from gem_data.api import partition
+from gem_data.exchange import pack_rows, row_bytes, rows_of_batch, unpack_rows
+from gem_data.interface import Batch, CostModel, Loader, Schema
+from torch import Tensor
+
+from gem_pipelines.cost import batch_loads
+from gem_pipelines.errors import RemoteError
+from gem_pipelines.runtime import Runtime
+
+_ENDED, _READ, _FAILED = 0, 1, 2
+
+
+class BalancedLoader:
+    """gem_data.interface.Loader around another one; see the module docstring."""
+
+    def __init__(
+        self,
+        loader: Loader,
+        *,
+        cost: CostModel,
+        runtime: Runtime,
+        global_batch_size: int,
+        method: str = "lpt",
+        counts: str = "equal",
+    ) -> None:
+        """Every rank must build it at the same time: it makes a process group."""
+        self._loader = loader
+        self.schema: Schema = loader.schema
+        self.rows_per_epoch, self.batches_per_epoch = loader.rows_per_epoch, loader.batches_per_epoch
+        self._exchange = RowExchange(
+            loader.schema,
+            cost=cost,
+            runtime=runtime,
+            most_rows=-(-global_batch_size // runtime.world_size),
+            method=method,
+            counts=counts,
+        )
+        self._open: weakref.ref[_Ahead] | None = None
+
+    def epoch(self) -> Iterator[Batch]:
+        """See gem_data.interface.Loader."""
+        self._end("another epoch() of this loader was started")
+        ahead = _Ahead(self._loader.epoch(), self._exchange)
+        self._open = weakref.ref(ahead)
+        return ahead
+
+    def mark_trained(self, batch: Batch) -> None:
+        """See gem_data.interface.Loader."""
+        self._loader.mark_trained(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See gem_data.interface.Loader: that of the loader inside, so balance may be turned off on resuming."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See gem_data.interface.Loader."""
+        self._loader.load_state_dict(state)
+        self._end("load_state_dict moved this loader")
+
+    def close(self) -> None:
+        """See gem_data.interface.Loader. Waits for the exchange that is under way."""
+        self._end("this loader was closed")
+        self._loader.close()
+
+    def _end(self, reason: str) -> None:
+        ahead = None if self._open is None else self._open()
+        if ahead is not None:
+            ahead.end(reason)
+        self._open = None
+
+
+class _Ahead:
+    """Iterator over balanced batches, one exchange ahead."""
+
+    def __init__(self, source: Iterator[Batch], exchange: RowExchange) -> None:
+        self._source, self._exchange = source, exchange
+        self._ended: str | None = None
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gem_pipelines.balance")
+        self._next: Future[Batch | None] = self._pool.submit(exchange.fetch, source)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._ended is not None:
+            raise ValueError(f"this iterator over an epoch has ended: {self._ended}. Call epoch() again.")
+        try:
+            batch = self._next.result()
+        except BaseException as error:
+            self.end(f"reading failed: {error}")
+            raise
+        if batch is None:
+            self._pool.shutdown()
+            raise StopIteration
+        self._next = self._pool.submit(self._exchange.fetch, self._source)
+        return batch
+
+    def end(self, reason: str) -> None:
+        """Wait for what is under way; a later next() says why."""
+        self._ended = reason
+        self._pool.shutdown(wait=True)
+
+
+class RowExchange:
+    """Reads a batch and returns the balanced one; runs on one thread, and all ranks' calls match."""
+
+    def __init__(
+        self, schema: Schema, *, cost: CostModel, runtime: Runtime, most_rows: int, method: str, counts: str
+    ) -> None:
+        self._schema, self._cost, self._method, self._counts = schema, cost, method, counts
+        self._rank, self._world = runtime.rank, runtime.world_size
+        self._most_rows = most_rows
+        self._group: Any = dist.new_group(backend="gloo") if runtime.world_size > 1 else None
+
+    def fetch(self, source: Iterator[Batch]) -> Batch | None:
+        """The next balanced batch; None at the end of the epoch. Raises on all ranks where one cannot read."""
+        batch, failure = None, None
+        try:
+            batch = next(source, None)
+        except ValueError as error:
+            failure = error
+        if self._world == 1:
+            if failure is not None:
+                raise failure
+            return batch
+        table_WRC = self._gather(batch, failure)
+        states = [int(state) for state in table_WRC[:, 0, 0]]
+        if _FAILED in states:
+            self._raise_together(failure)
+        if batch is None:
+            return None
+        counts = [int(count) for count in table_WRC[:, 0, 1]]
+        facts_N2 = np.concatenate([rows[1 : 1 + n].numpy() for rows, n in zip(table_WRC, counts, strict=True)])
+        return self._exchange(batch, counts, facts_N2[:, 0], facts_N2[:, 1].astype(np.int64))
+
+    def _gather(self, batch: Batch | None, failure: ValueError | None) -> Tensor:
+        """(W, 1 + most rows, 2) float64: [state, rows], then [load, bytes] of every row, of every rank."""
+        mine = torch.zeros(1 + self._most_rows, 2, dtype=torch.float64)
+        mine[0, 0] = _FAILED if failure is not None else _ENDED if batch is None else _READ
+        if batch is not None:
+            rows = batch.sample_ids.shape[0]
+            mine[0, 1] = rows
+            mine[1 : 1 + rows, 0] = torch.from_numpy(batch_loads(self._cost, batch))
+            mine[1 : 1 + rows, 1] = torch.from_numpy(row_bytes(self._schema, batch))
+        parts = [torch.empty_like(mine) for _ in range(self._world)]
+        dist.all_gather(parts, mine, group=self._group)
+        return torch.stack(parts)
+
+    def _exchange(
+        self,
+        batch: Batch,
+        counts: list[int],
+        loads_N: np.ndarray[Any, np.dtype[np.float64]],
+        bytes_N: np.ndarray[Any, np.dtype[np.int64]],
+    ) -> Batch:
+        """Send this rank's rows where the partition says, and make a batch of those that come."""
+        owners = partition(loads_N, self._world, method=self._method, counts=self._counts)
+        ends = np.cumsum([0, *counts])
+        low, high = ends[self._rank], ends[self._rank + 1]
+        rows = rows_of_batch(self._schema, batch)
+        outgoing = [part[(part >= low) & (part < high)] - low for part in owners]
+        send = torch.cat([pack_rows(self._schema, rows, take) for take in outgoing])
+        own = owners[self._rank]
+        incoming = [own[(own >= ends[rank]) & (own < ends[rank + 1])] for rank in range(self._world)]
+        sizes = [int(bytes_N[take].sum()) for take in incoming]
+        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        dist.all_to_all_single(
+            received,
+            send,
+            output_split_sizes=sizes,
+            input_split_sizes=[int(bytes_N[take + low].sum()) for take in outgoing],
+            group=self._group,
+        )
+        return unpack_rows(
+            self._schema,
+            list(torch.split(received, sizes)),
+            [len(take) for take in incoming],
+            global_rows=batch.global_rows,
+            step=batch.step,
+        )
+
+    def _raise_together(self, failure: ValueError | None) -> None:
+        """Every rank raises; those that can read repeat what the others say."""
+        text = "" if failure is None else str(failure) or type(failure).__name__
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world)]
+        dist.all_gather(sizes, torch.tensor([data.numel()]), group=self._group)
+        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        texts = [torch.empty_like(padded) for _ in range(self._world)]
+        dist.all_gather(texts, padded, group=self._group)
+        if failure is not None:
+            raise failure
+        rank = next(rank for rank, size in enumerate(sizes) if int(size))
+        said = bytes(texts[rank][: int(sizes[rank])].tolist()).decode()
+        raise RemoteError(f"rank {rank} reported: {said}")

@@ -1,0 +1,116 @@
+"""The load of a row for this model: which terms its cost has, and where their coefficients come from.
+
+Terms follow from the model's plan: tokens of every stream (its projections, feed-forward layers, pooling and weights
+made from features all grow with them), and attended pairs for every mask that its attention has. Coefficients are
+counted (floating-point operations, "flops"), fitted to measured steps (cost_fit.py, `gemline profile --fit-cost`), or
+written by hand into the same JSON:
+
+    {"time": {"unit": "seconds", "per_step": 0.004, "per_sample": 1e-5,
+              "terms": [{"stream": "views", "coefficient": 2e-7, "extra": 2},
+                        {"stream": "views", "coefficient": 3e-10, "pairs": true, "causal": true, "window": 0}]},
+     "memory": {"unit": "bytes", ...}}               "memory" and anything else beside "time" may be absent
+
+Counted operations are exact for the polynomial they are (a test compares them with the counter on other lengths), but
+a device does not spend equal time on each: prefer a fitted file where balance matters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gem_data.api import Observation, cost_from_dict, events_cost, fit_cost, row_costs
+from gem_data.cost import check_cost
+from gem_data.interface import Batch, CostModel, CostTerm, Schema
+from torch import Tensor
+
+from gem_pipelines.batches import event_lengths
+from gem_pipelines.config import BalanceConfig
+from gem_pipelines.errors import ConfigError
+from gem_pipelines.model.config import ModelConfig
+from gem_pipelines.model.flops import training_flops
+from gem_pipelines.model.plan import StreamPlan, plan_model
+
+
+def cost_terms(schema: Schema, config: ModelConfig) -> tuple[CostTerm, ...]:
+    """The terms of this model's cost, coefficients 1.
+
+    Example: an HSTU stream with one context and one candidate token gives tokens (extra 2) and causal pairs (extra 2).
+    """
+    found: list[CostTerm] = []
+    for stream in plan_model(schema, config).streams:
+        found += _stream_terms(stream)
+    return tuple(found)
+
+
+def _stream_terms(stream: StreamPlan) -> list[CostTerm]:
+    terms = [CostTerm(stream=stream.name, extra=stream.extra)]
+    window = stream.config.window
+    for kind in stream.config.blocks:
+        if kind == "hstu":
+            terms.append(CostTerm(stream=stream.name, pairs=True, causal=True, window=window, extra=stream.extra))
+        if kind in ("window", "interformer"):
+            terms.append(CostTerm(stream=stream.name, pairs=True, causal=False, window=window, extra=stream.extra))
+    return list(dict.fromkeys(terms))
+
+
+def flops_cost(schema: Schema, config: ModelConfig) -> CostModel:
+    """Training FLOPs of a row as a cost model: the terms fitted to counted operations of many lengths.
+
+    Window attention is counted with its context and candidate, whose masks are no plain windows: there it is close,
+    elsewhere exact up to rounding.
+    """
+    terms = cost_terms(schema, config)
+    rng = np.random.default_rng(0)
+    observations = []
+    for number in range(8 * (len(terms) + 2)):
+        longest = max(1, round(2 ** rng.uniform(0, 11)))
+        lengths = {
+            stream.name: rng.integers(0, min(longest, stream.max_length) + 1, 1 + number % 3)
+            for stream in schema.streams
+        }
+        rows = 1 + number % 3
+        counted = sum(training_flops(config, schema, {n: v.tolist() for n, v in lengths.items()}, rows=rows).values())
+        observations.append(Observation(lengths=lengths, rows=rows, value=float(counted)))
+    model, _, _ = fit_cost(terms, observations, unit="flops", held_out=0)
+    return model
+
+
+def load_model(config: BalanceConfig, schema: Schema, model: ModelConfig) -> CostModel:
+    """The cost model that `balance.cost` names. Raises ConfigError for a file that cannot be used."""
+    if config.cost == "flops":
+        return flops_cost(schema, model)
+    if config.cost == "events":
+        return events_cost(schema)
+    return read_cost(Path(config.cost), schema)["time"]
+
+
+def read_cost(path: Path, schema: Schema) -> dict[str, CostModel]:
+    """ "time" and, where the file has it, "memory"."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"balance.cost is {str(path)!r}, expected 'flops', 'events' or a file of cost coefficients: {error}. "
+            "Make one with 'gemline profile --fit-cost --out FILE'."
+        ) from None
+    if not isinstance(content, dict) or "time" not in content:
+        raise ConfigError(f"{path}: expected an object with the key 'time'")
+    found = {}
+    for name in ("time", "memory"):
+        if name in content:
+            try:
+                found[name] = cost_from_dict(content[name], source=str(path))
+                check_cost(found[name], schema)
+            except ValueError as error:
+                raise ConfigError(f"{path}: {name}: {error}") from None
+    return found
+
+
+def batch_loads(model: CostModel, batch: Batch) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """(B,) load of every row of a batch on the CPU."""
+    lengths: Mapping[str, Tensor] = event_lengths(batch)
+    return row_costs(model, {name: value.numpy() for name, value in lengths.items()}, batch.sample_ids.shape[0])
