@@ -56,10 +56,16 @@ class StepLimit:
     def __init__(self, *, given_s: float | None, before_s: float) -> None:
         self._given_s, self._before_s = given_s, before_s
         self._seconds: deque[float] = deque(maxlen=1000)
+        self._measured_s: float | None = None
+        self._added = 0
 
     def add(self, seconds: float) -> None:
-        """A step took so long."""
+        """A step took so long. The limit is derived anew every MEASURED_STEPS steps."""
         self._seconds.append(seconds)
+        self._added += 1
+        if self._added % MEASURED_STEPS == 0:
+            ordered = sorted(self._seconds)
+            self._measured_s = max(MINIMUM_S, FACTOR * ordered[int(0.99 * (len(ordered) - 1))])
 
     def seconds(self) -> float:
         """How long a step may take now.
@@ -68,10 +74,7 @@ class StepLimit:
         """
         if self._given_s is not None:
             return self._given_s
-        if len(self._seconds) < MEASURED_STEPS:
-            return self._before_s
-        ordered = sorted(self._seconds)
-        return max(MINIMUM_S, FACTOR * ordered[int(0.99 * (len(ordered) - 1))])
+        return self._before_s if self._measured_s is None else self._measured_s
 
 
 class Watchdog:
@@ -197,8 +200,8 @@ class Watchdog:
         return (self.directory / f"rank-{rank:05d}.json").exists() and bool(self._stacks(rank))
 
     def _stacks(self, rank: int) -> str:
-        """What the rank wrote itself, or else its signal handler."""
-        for path in (self.directory / f"rank-{rank:05d}.stacks", self.flights / f"rank-{rank:05d}.stacks"):
+        """What its signal handler wrote, of the moment when it was woken; or else, of later, what it wrote itself."""
+        for path in (self.flights / f"rank-{rank:05d}.stacks", self.directory / f"rank-{rank:05d}.stacks"):
             with contextlib.suppress(OSError):
                 text = path.read_text()
                 if text:

@@ -52,10 +52,16 @@ def straight(zygote, debug_data, steps, tmp_path_factory):
 
 
 def end_of(zygote, pids, output):
-    """Exit codes of all ranks, none of which may hang after another one has died."""
-    codes = zygote.wait(pids, seconds=RANK_LIMIT_S)
-    assert None not in codes, output.read_text()[-3000:]
-    return codes
+    """Exit codes of all ranks. As torchrun does, the others are sent SIGTERM; they see the death by themselves, too,
+    but not where the dead rank had not yet joined the group.
+    """
+    codes = zygote.wait(pids, seconds=1.0)
+    for pid in pids:
+        if pid in zygote.running:
+            os.kill(pid, signal.SIGTERM)
+    late = zygote.wait([pid for pid, code in zip(pids, codes, strict=True) if code is None], seconds=RANK_LIMIT_S)
+    assert None not in late, output.read_text()[-3000:]
+    return [code if code is not None else late.pop(0) for code in codes]
 
 
 def finish(zygote, run, command, straight, *, seen):

@@ -10,9 +10,9 @@ program: the zygote patches the trainer of its child.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -21,8 +21,8 @@ from typing import Any
 
 
 def hold_gil(step: int) -> None:
-    """Sleep in C without giving the interpreter free."""
-    ctypes.PyDLL(None).sleep(60)
+    """Compute in C without giving the interpreter free: 2 ** 60 ways to fail to match."""
+    re.match("(a|a)*b", "a" * 60)
 
 
 def sleep(step: int) -> None:

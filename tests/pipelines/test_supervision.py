@@ -1,0 +1,104 @@
+"""Limits, records of what ranks do, the count of useless restarts, and the lines of the report."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from gem_pipelines.cli.launch import exit_code
+from gem_pipelines.flight import CAPACITY, ENDED, FlightRecorder, clear_flights, read_flights
+from gem_pipelines.restarts import earlier_verdict, note_start
+from gem_pipelines.watchdog import StepLimit, process_state
+
+
+def test_the_limit_of_a_step_follows_what_steps_take():
+    limit = StepLimit(given_s=None, before_s=600.0)
+    for _ in range(19):
+        limit.add(5.0)
+    assert limit.seconds() == 600.0
+    limit.add(5.0)
+    assert limit.seconds() == 50.0
+    for number in range(980):
+        limit.add(100.0 if number % 200 == 0 else 0.1)  # 5 of 1000 are slow: under one in a hundred
+    assert limit.seconds() == 50.0  # the 20 first steps are still among the slowest hundredth
+    for _ in range(1000):
+        limit.add(0.1)
+    assert limit.seconds() == 30.0
+    assert StepLimit(given_s=2.5, before_s=600.0).seconds() == 2.5
+
+
+def test_a_record_tells_step_phase_and_rows(tmp_path):
+    recorder = FlightRecorder(tmp_path, rank=3, attempt=7)
+    recorder.enter("step", step=41)
+    recorder.rows(torch.tensor([5, 9]), torch.tensor([[0, 1, 2], [0, 1, 3]]))
+    (flight,) = read_flights(tmp_path)
+    assert (flight.rank, flight.pid, flight.attempt, flight.step, flight.phase) == (3, os.getpid(), 7, 41, "step")
+    assert flight.rows.tolist() == [[5, 0, 1, 2], [9, 0, 1, 3]]
+    assert 0 <= flight.seconds() < 10
+    many = torch.arange(CAPACITY + 5)
+    recorder.rows(many, torch.stack([many] * 3, dim=1))
+    (flight,) = read_flights(tmp_path)
+    assert (flight.row_count, len(flight.rows)) == (CAPACITY + 5, CAPACITY)
+    recorder.enter("save", step=41)
+    assert len(read_flights(tmp_path)[0].rows) == 0
+    (tmp_path / "rank-00009.flight").write_bytes(b"no record")
+    assert [flight.rank for flight in read_flights(tmp_path)] == [3]
+    clear_flights(tmp_path)
+    assert read_flights(tmp_path) == []
+
+
+def die_in(directory, *, step, rank=0, phase="step"):
+    recorder = FlightRecorder(directory, rank=rank, attempt=0)
+    recorder.enter(phase, step=step)
+    recorder.rows(torch.tensor([100 + rank]), torch.tensor([[1, 2, 3]]))
+
+
+def start(directory, first_step, *, automatic=True):
+    files = ["eval.parquet", "train.parquet"]
+    return note_start(directory, first_step=first_step, automatic=automatic, limit=3, files=files)
+
+
+def test_three_starts_from_the_same_checkpoint_are_enough(tmp_path):
+    assert start(tmp_path, 0) == (0, "")
+    for number, first in enumerate([10, 10, 10], start=1):
+        die_in(tmp_path, step=17)
+        die_in(tmp_path, step=17, rank=1)
+        assert start(tmp_path, first) == (number, "")
+    die_in(tmp_path, step=17, rank=1)
+    number, verdict = start(tmp_path, 10)
+    assert number == 4
+    assert "3 restarts in a row began at step 10 and ended before a newer checkpoint, in step 17 (step)" in verdict
+    assert "sample_id 101 (train.parquet, row group 2, row 3)" in verdict
+    assert earlier_verdict(tmp_path) == verdict
+    assert start(tmp_path, 10, automatic=False) == (5, "")
+    assert earlier_verdict(tmp_path) == ""
+    die_in(tmp_path, step=18)
+    assert start(tmp_path, 10) == (6, "")
+
+
+def test_progress_or_an_end_between_them_is_no_loop(tmp_path):
+    start(tmp_path, 0)
+    for first in (10, 20, 20, 30, 30, 40):
+        die_in(tmp_path, step=first + 5)
+        assert start(tmp_path, first)[1] == ""
+    for _ in range(5):
+        clear_flights(tmp_path)
+        die_in(tmp_path, step=60, phase=ENDED)
+        assert start(tmp_path, 40)[1] == ""
+    failed = json.loads((tmp_path / "attempts.json").read_text())["failed"]
+    assert [attempt["from_step"] for attempt in failed] == [0, 10, 20, 20, 30, 30]
+
+
+def test_the_kernel_says_in_which_state_a_process_is():
+    assert process_state(os.getpid()) == "R"
+    assert process_state(2**22 + 1) == ""
+
+
+@pytest.mark.parametrize(
+    ("first", "codes", "expected"),
+    [(1, [1, 1], 1), (-9, [-9, -15], 137), (1, [1, 4], 4), (-9, [-9, 5], 5), (3, [3, -15], 3)],
+)
+def test_the_exit_code_of_a_launch(first, codes, expected):
+    assert exit_code(first, codes) == expected
