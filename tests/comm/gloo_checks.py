@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from coded_shard import INT8, CodedShard
 from gem_comm import differentiable
 from gem_comm.api import (
     Trace,
@@ -193,6 +194,28 @@ def fsdp(rank: int, world_size: int) -> None:
                 assert {k: counted.sent["shard_expert", k] for k in both} == {
                     k: seen.sent["shard_expert", k] for k in both
                 }
+
+
+def coded_fsdp(rank: int, world_size: int) -> None:
+    """Shards that are coded already travel unchanged: the bytes of the code, and the model of decoded weights."""
+    spec = MeshSpec(shard=world_size, table_shard=world_size)
+    built = build_meshes(layout(spec, TWO_BY_TWO), device="cpu")
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(8, 12, bias=False)
+    rows = torch.randn(2 * world_size, 8)
+    decoded = INT8.decode(INT8.encode(plain.weight.detach()), 8)
+    expected = (rows[2 * rank : 2 * rank + 2] @ decoded.t()).detach()
+    part = torch.nn.Linear(8, 12, bias=False)
+    part.weight = torch.nn.Parameter(CodedShard(plain.weight.detach().clone()))
+    fully_shard(part, mesh=built.shared)
+    counted = Traffic()
+    comm = make_collectives(built, "shard_expert", impl="torch", traffic=counted)
+    part.set_custom_all_gather(FsdpAllGather(comm))
+    found = part(rows[2 * rank : 2 * rank + 2])
+    assert torch.equal(found.detach(), expected), (found, expected)
+    assert not torch.equal(decoded, plain.weight), "the code must lose something, or nothing was coded"
+    coded = 12 // world_size * INT8.row_bytes(8)
+    assert counted.sent["shard_expert", "all_gather"] == (world_size - 1) * coded < (world_size - 1) * 12 * 8 * 4
 
 
 def probe(rank: int, world_size: int) -> None:

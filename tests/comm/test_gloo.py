@@ -32,7 +32,7 @@ def run_world(world_size: int, *checks: str) -> None:
     assert [process.returncode for process in ranks] == [0] * world_size, "\n".join(errors)
 
 
-ALL = ("meshes", "conformance", "hosts", "expert_parallel", "observed", "fsdp", "probe", "traces")
+ALL = ("meshes", "conformance", "hosts", "expert_parallel", "observed", "fsdp", "coded_fsdp", "probe", "traces")
 
 
 @pytest.mark.distributed

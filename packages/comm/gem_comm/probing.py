@@ -3,7 +3,7 @@
 `probe_topology` times all-gathers of a few sizes over groups that lie inside one host and over groups with one rank of
 each host, and fits a line to each: seconds = latency * steps + bytes sent / bandwidth. Hosts are found by exchanging
 host names; levels between hosts (zones, spines) do not show from a few ranks, so what joins the hosts is one tier,
-called "network". Cost: some seconds at start, `sizes` bytes of memory times the ranks of a group.
+called "network". Cost: some seconds at start, `sizes_bytes` of memory times the ranks of a group, twice.
 
 A probe is a measurement on an idle network by one job: good for planning this job, no promise under load.
 """
@@ -23,6 +23,8 @@ from gem_comm.meshes import exchange_hosts
 from gem_comm.torch_collectives import TorchCollectives
 
 SIZES_BYTES = (64 << 10, 1 << 20, 16 << 20)
+CUDA_SIZES_BYTES = (1 << 20, 16 << 20, 256 << 20)
+"""Over NVLink the launch takes as long as some megabytes: smaller messages show no bandwidth."""
 
 
 def fit_line(sent_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -48,7 +50,7 @@ def fit_line(sent_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[flo
 def probe_topology(
     *,
     device: torch.device | str,
-    sizes_bytes: Sequence[int] = SIZES_BYTES,
+    sizes_bytes: Sequence[int] | None = None,
     repeats: int = 5,
     host: str | None = None,
     name: str = "probed",
@@ -56,8 +58,12 @@ def probe_topology(
     """Topology of the default group's ranks; a collective. `host`: this rank's host name (default: the machine's).
 
     Every rank returns the same topology: a point is the slowest rank's median of `repeats` runs. Hosts must run equally
-    many ranks. Hosts of one rank each, or one host, give a topology of one tier.
+    many ranks. Hosts of one rank each, or one host, give a topology of one tier. sizes_bytes: what a rank gives to each
+    all-gather; None: SIZES_BYTES, or CUDA_SIZES_BYTES on CUDA.
     """
+    device = torch.device(device)
+    if sizes_bytes is None:
+        sizes_bytes = CUDA_SIZES_BYTES if device.type == "cuda" else SIZES_BYTES
     if not dist.is_initialized():
         raise CommError("no process group yet: call torch.distributed.init_process_group first")
     members: dict[str, list[int]] = {}
@@ -72,7 +78,7 @@ def probe_topology(
         steps = len(groups[0]) - 1
         if steps == 0:
             continue
-        points = _measure(groups, sizes_bytes, torch.device(device), repeats)
+        points = _measure(groups, sizes_bytes, device, repeats)
         latency, bandwidth = fit_line([steps * size for size in sizes_bytes], points)
         size = len(groups[0]) if tier == "host" and len(members) > 1 else None
         tiers.append(Tier(name=tier, group_size=size, bandwidth_bytes_per_s=bandwidth, latency_s=latency / steps))

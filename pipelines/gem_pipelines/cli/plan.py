@@ -32,6 +32,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--recipe", required=True, help=f"one of {', '.join(RECIPES)}, or a workload below")
     parser.add_argument("--world", type=int, help="how many ranks")
     parser.add_argument("--mesh", help="explain this mesh instead of the best, e.g. shard=4,table_shard=4")
+    parser.add_argument(
+        "--table-sync",
+        choices=("gradients", "average"),
+        help="how copies of tables are kept equal (default: as the recipe says; average for other workloads)",
+    )
     parser.add_argument("--sync-every", type=int, default=1, help="steps between averages of plain table copies")
     parser.add_argument("--picture", help="write ranks and step times to this .svg or .png")
     parser.add_argument("--json", action="store_true", help="print JSON, with every rank's place")
@@ -52,15 +57,17 @@ def _plan(known, overrides: Sequence[str]) -> int:  # type: ignore[no-untyped-de
     if known.sync_every < 1:
         raise ConfigError(f"--sync-every is {known.sync_every}, expected at least 1")
     topology = read_topology(known.topology)
-    assumptions = Assumptions(sync_every=known.sync_every)
-    if known.scaling:
-        return _scaling(known, overrides, topology, assumptions)
-    if known.world is None or known.world < 1:
+    if not known.scaling and (known.world is None or known.world < 1):
         raise ConfigError(f"--world is {known.world}, expected a number of ranks of at least 1")
+    workload, table_sync = _workload(known.recipe, overrides, 1 if known.scaling else known.world)
+    assumptions = Assumptions(table_sync=known.table_sync or table_sync, sync_every=known.sync_every)
+    if assumptions.table_sync == "gradients" and known.sync_every > 1:
+        raise ConfigError(f"--sync-every is {known.sync_every}: gradients are exchanged at every step; use average")
+    if known.scaling:
+        return _scaling(known, workload, topology, assumptions)
     mesh = None if known.mesh is None else parse_mesh(known.mesh)
     if mesh is not None:
         mesh.check_world(known.world)
-    workload = _workload(known.recipe, overrides, known.world)
     plan = make_plan(workload, topology, known.world, assumptions=assumptions, mesh=mesh)
     if known.json:
         print(json.dumps(plan_json(plan), indent=1))
@@ -74,13 +81,12 @@ def _plan(known, overrides: Sequence[str]) -> int:  # type: ignore[no-untyped-de
     return 0
 
 
-def _scaling(known, overrides: Sequence[str], topology, assumptions) -> int:  # type: ignore[no-untyped-def]
+def _scaling(known, workload, topology, assumptions) -> int:  # type: ignore[no-untyped-def]
     from rich.console import Console
 
     from gem_pipelines.planner.scaling import scale
     from gem_pipelines.planner.text import NOTE, estimate_json, scaling_table, scaling_text
 
-    workload = _workload(known.recipe, overrides, 1)
     points = scale(workload, topology, assumptions=assumptions)
     if known.json:
         found = [
@@ -98,12 +104,13 @@ def _scaling(known, overrides: Sequence[str], topology, assumptions) -> int:  # 
 
 
 def _workload(name: str, overrides: Sequence[str], world_size: int):  # type: ignore[no-untyped-def]
+    """(workload, how its copies of tables are kept equal)."""
     from gem_pipelines.planner.workloads import WORKLOADS, find_workload
 
     if name in WORKLOADS:
         if overrides:
             raise ConfigError(f"{overrides[0]}: workload {name!r} has no configuration to override")
-        return find_workload(name)
+        return find_workload(name), "average"
     if name not in RECIPES:
         raise ConfigError(f"unknown recipe {name!r}; {did_you_mean(name, (*RECIPES, *WORKLOADS))}")
     import torch
@@ -117,4 +124,4 @@ def _workload(name: str, overrides: Sequence[str], world_size: int):  # type: ig
     config = apply_overrides(find_recipe(name), overrides, own_flags=("--topology", "--recipe", "--world", "--mesh"))
     alone = Runtime(rank=0, world_size=1, device=torch.device("cpu"))
     data = data_directory(config.data, runtime=alone, say=print)
-    return recipe_workload(config, data, world_size=world_size)
+    return recipe_workload(config, data, world_size=world_size), config.parallel.table_sync

@@ -23,6 +23,7 @@ import heapq
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from gem_comm.interface import Device, MeshSpec, Topology
 from gem_comm.layouts import strided_groups, tier_units
@@ -41,6 +42,8 @@ class Assumptions:
     """Share of peak FLOPs of dense computing alone on one device: published for Kunlun layers."""
     overlap_slowdown: float = 0.15
     """Computing lost while a collective runs beside it: published as up to 15 % for collectives on SMs."""
+    table_sync: Literal["gradients", "average"] = "average"
+    """How copies of tables are kept equal (parallel.table_sync of a config)."""
     sync_every: int = 1
     """Steps between two averages of plain table copies."""
     table_gathers: int = 2
@@ -86,7 +89,13 @@ def estimate(workload: Workload, spec: MeshSpec, topology: Topology, assumptions
     world = spec.world_size
     lookups, held = table_placement(workload.tables, spec.table_shard)
     memory, recomputed = _memory(workload, spec, assumptions, device, held, lookups)
-    moves = moves_of(workload, spec, sync_every=assumptions.sync_every, table_gathers=assumptions.table_gathers)
+    moves = moves_of(
+        workload,
+        spec,
+        table_sync=assumptions.table_sync,
+        sync_every=assumptions.sync_every,
+        table_gathers=assumptions.table_gathers,
+    )
     rate = device.flops_per_s * assumptions.utilisation
     compute = workload.batch * (workload.forward_flops + workload.backward_flops) / rate
     recompute = recomputed * workload.batch * workload.forward_flops / rate
@@ -161,7 +170,8 @@ def _memory(
     vectors = workload.batch * sum(t.vectors * t.dim for t in workload.tables) * workload.vector_bytes
     activations = workload.batch * workload.activation_bytes
     if spec.expert > 1:
-        read = max((u.experts.in_elements + u.experts.out_elements for u in workload.units if u.experts), default=0)
+        together = [u.experts for u in workload.units if u.experts is not None and not u.experts.parts]
+        read = max((experts.in_elements + experts.out_elements for experts in together), default=0)
         activations += spec.expert * workload.batch * read * workload.activation_number_bytes
     memory = {
         "dense state": float(_dense_shard(workload, spec) * assumptions.state_bytes),

@@ -52,7 +52,7 @@ def print_plan(plan: Plan, console: Console, *, ranks: int = 16, runners_up: int
 
 def assumptions_text(plan: Plan) -> str:
     values = dataclasses.asdict(plan.assumptions)
-    given = ", ".join(f"{name} {value:g}" for name, value in values.items())
+    given = ", ".join(f"{name} {value if isinstance(value, str) else f'{value:g}'}" for name, value in values.items())
     return f"{given}. Topology {plan.topology.name}: {plan.topology.source or 'no source given'}. Workload: " + (
         plan.workload.source or "no source given"
     )

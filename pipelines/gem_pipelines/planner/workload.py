@@ -1,8 +1,9 @@
 """A training step as numbers: dense units with their parameter shapes, tables with their lookups, floating-point work.
 
 A *unit* is what FSDP2 gathers and frees as one. `units_of` cuts a model into them, and parallelize.py wraps the same
-modules, so that what is planned is what runs: each layer is a unit, the rest is the root. The members of a DHEN layer
-are experts: with expert parallelism each is a unit of its own on the experts' mesh, and no part of its layer's unit.
+modules, so that what is planned is what runs: each layer is a unit, the rest is the root. The members of a DHEN layer,
+and those of WukongExperts, are experts: with expert parallelism each is a unit of its own on the experts' mesh, and no
+part of its layer's unit.
 """
 
 from __future__ import annotations
@@ -15,22 +16,26 @@ from torch import nn
 
 from gem_pipelines.errors import ConfigError
 from gem_pipelines.model.dhen import Dhen
+from gem_pipelines.model.wukong import WukongExperts
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertGroup:
-    """Experts of one unit, whose outputs are summed.
+    """Experts of one unit.
 
     shapes       parameter shapes of each expert
-    in_elements  numbers a sample that every expert reads, and
-    out_elements numbers a sample that comes out
+    in_elements  numbers a sample that go in, and
+    out_elements numbers a sample that come out
+    parts        numbers a sample that each expert reads, where each reads its own part and outputs, equally large, are
+                 concatenated; empty: every expert reads everything and outputs are summed
     """
 
     shapes: tuple[tuple[Shape, ...], ...]
     in_elements: int
     out_elements: int
+    parts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +123,21 @@ def units_of(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
 
 
 def experts_of(layer: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
-    """(name within the layer, module) of the layer's experts; empty where it has none that sum."""
+    """(name within the layer, module) of the layer's experts; empty where it has none."""
     interaction = layer.interaction
-    if not isinstance(interaction, Dhen):
+    if isinstance(interaction, Dhen):
+        return tuple((f"interaction.members.{name}", member) for name, member in interaction.members.items())
+    if isinstance(interaction, WukongExperts):
+        return tuple((f"interaction.experts.{number}", expert) for number, expert in enumerate(interaction.experts))
+    return ()
+
+
+def _parts_of(layer: nn.Module, in_elements: int) -> tuple[int, ...]:
+    """Numbers a sample that each expert of a WukongExperts reads; empty for a DHEN."""
+    if not isinstance(layer.interaction, WukongExperts):
         return ()
-    return tuple((f"interaction.members.{name}", member) for name, member in interaction.members.items())
+    tokens = layer.interaction.experts.parts
+    return tuple(part * in_elements // sum(tokens) for part in tokens)
 
 
 def owned_experts(count: int, expert_axis: int, coordinate: int) -> range:
@@ -156,6 +171,7 @@ def dense_units(model: nn.Module, *, in_out: Sequence[tuple[int, int]] = ()) -> 
                 shapes=tuple(shapes_of(member) for _, member in members),
                 in_elements=in_elements,
                 out_elements=out_elements,
+                parts=_parts_of(layer, in_elements),
             )
         units.append(Unit(name=name, shapes=shapes, experts=group))
         inside |= {id(p) for p in layer.parameters()}

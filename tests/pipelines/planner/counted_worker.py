@@ -10,10 +10,11 @@ from gem_comm.api import Traffic, build_meshes, layout, make_collectives, observ
 from gem_comm.differentiable import all_gather_rows, reduce_scatter_rows
 from gem_comm.interface import MeshSpec
 from gem_embeddings.api import build_tables
-from gem_embeddings.interface import RowWiseAdagrad, TableSpec
+from gem_embeddings.interface import Replicas, RowWiseAdagrad, TableSpec
 from gem_pipelines.model.build import build_model
 from gem_pipelines.model.config import InteractionConfig
 from gem_pipelines.model.testing import make_config, make_inputs, make_schema
+from gem_pipelines.parallel_experts import ExpertGroup, place_experts
 from gem_pipelines.planner.moves import moves_of, table_bytes
 from gem_pipelines.planner.shapes import _interaction_sizes
 from gem_pipelines.planner.workload import TableLoad, Workload, dense_units, experts_of, owned_experts, units_of
@@ -23,6 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 ROWS = 3
 TABLES = (TableLoad(name="a", rows=12, dim=4, ids=2.0, vectors=2.0),)
+EXPERTS = InteractionConfig(kind="experts", fm_tokens=4, linear_tokens=4, rank=3, hidden=(5,), experts=4)
 DHEN = InteractionConfig(kind="dhen", members=("fm", "linear"), fm_tokens=2, linear_tokens=2, rank=3, hidden=(5,))
 
 
@@ -51,6 +53,31 @@ class Spread(nn.Module):
         everybody = all_gather_rows(x, self.comm, rows=rows)
         total = torch.stack([member(everybody) for member in self.members.values()]).sum(0)
         return self.norm(reduce_scatter_rows(total, self.comm, rows=rows) + self.shortcut(x))
+
+
+def check_parts(rank: int, spec: MeshSpec) -> None:
+    """Experts on parts of the tokens, as parallelize.py places them: bytes over the expert axis."""
+    config = make_config(interaction=EXPERTS)
+    model = build_model(make_schema(), config, seed=0)
+    units = dense_units(model, in_out=_interaction_sizes(make_schema(), config))
+    work = Workload(
+        name="t", units=units, tables=TABLES, batch=ROWS, forward_flops=1, backward_flops=1, flops_spread=0,
+        activation_bytes=1,
+    )  # fmt: skip
+    placed = layout(spec, read_topology("laptop"))
+    built = build_meshes(placed, device="cpu")
+    counted = Traffic()
+    comm = make_collectives(built, "expert", impl="torch", traffic=counted)
+    place_experts(model, ExpertGroup(comm, torch.device("cpu")))
+    model(make_inputs([2, 0, 5], seed=rank, dtype=torch.float32)).sum().backward()
+    planned = sum(
+        int(move.sent)
+        for move in moves_of(work, spec, expert_rank=placed.coordinate(rank)["expert"])
+        if move.axis == "expert"
+    )
+    # counts of rows travel as well, which plans leave out
+    sent = sum(count for (_, kind), count in counted.sent.items() if kind == "all_to_all")
+    assert sent == planned > 0, f"{spec}: counted {dict(counted.sent)}, planned {planned}"
 
 
 def check(rank: int, spec: MeshSpec) -> None:
@@ -110,6 +137,39 @@ def copies(spec: MeshSpec, comm, work: Workload) -> None:
     assert counted.by_axis()["table_replica"] == planned, f"{spec}: {counted.by_axis()} != {planned}"
 
 
+def summed(world: int) -> None:
+    """Copies that exchange gradients: touched rows where every row is touched, and slices of weights."""
+    spec = TableSpec(name="t", rows=world * 6, dim=8, features=("f",))
+    load = TableLoad(name="t", rows=spec.rows, dim=spec.dim, ids=1.0, vectors=1.0)
+    for fully_sharded in (False, True):
+        mesh = MeshSpec(replicate=world, table_replica=world, fully_sharded=fully_sharded)
+        built = build_meshes(layout(mesh, read_topology("laptop")), device="cpu")
+        counted = Traffic()
+        copy = make_collectives(built, "table_replica", impl="torch", traffic=counted)
+        tables = build_tables(
+            [spec],
+            optimizer=RowWiseAdagrad(),
+            seed=0,
+            process_group=built.process_groups["table_shard"],
+            replicas=Replicas(exchange=copy, fully_sharded=fully_sharded),
+        )
+        counted.clear()
+        rows = 4096  # so many lookups that every row is touched, and expected to be
+        ids = KeyedJaggedTensor(
+            keys=["f"], values=torch.arange(rows) % spec.rows, lengths=torch.ones(rows, dtype=torch.int64)
+        )
+        tables(ids)["f"].sum().backward()
+        work = Workload(
+            name="t", units=(), tables=(load,), batch=rows, forward_flops=1, backward_flops=1, flops_spread=0,
+            activation_bytes=1,
+        )  # fmt: skip
+        moves = moves_of(work, mesh, table_sync="gradients")
+        planned = sum(move.sent for move in moves if move.axis == "table_replica")
+        counts = 0 if fully_sharded else 8 * (world - 1)  # how many rows each copy touched
+        sent = counted.by_axis()["table_replica"] - counts
+        assert abs(sent - planned) < 1e-6 * planned, f"{mesh}: counted {sent}, planned {planned}"
+
+
 def lookups(world: int) -> None:
     """TorchRec's exchange of ids, vectors and gradients, table-wise: over all ranks as much as planned.
 
@@ -158,6 +218,8 @@ def main(rank: int, world: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     for spec in specs(world):
         check(rank, spec)
+    check_parts(rank, MeshSpec(expert=2, replicate=world // 2, table_shard=world))
+    summed(world)
     lookups(world)
     dist.destroy_process_group()
 

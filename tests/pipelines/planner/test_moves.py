@@ -13,7 +13,7 @@ from gem_comm.interface import MeshSpec
 from gem_pipelines.errors import ConfigError
 from gem_pipelines.model.build import build_model
 from gem_pipelines.model.testing import KINDS, make_config, make_schema
-from gem_pipelines.planner.moves import bytes_by_axis, moves_of, table_bytes
+from gem_pipelines.planner.moves import bytes_by_axis, moves_of, table_bytes, touched_rows
 from gem_pipelines.planner.workload import (
     ExpertGroup,
     TableLoad,
@@ -116,12 +116,54 @@ def test_units_hold_every_parameter_once(kind):
     work = dataclasses.replace(WORK, units=units)
     assert work.dense_parameters == total
     assert units[-1].root
-    dhen = KINDS[kind].interaction.kind == "dhen"
-    assert [unit.experts is not None for unit in units[:-1]] == [dhen] * len(layers)
-    assert work.experts == (len(KINDS[kind].interaction.members) if dhen else 1)
+    own = KINDS[kind].interaction
+    count = {"dhen": len(own.members), "experts": own.experts, "wukong": 0}[own.kind]
+    assert [unit.experts is not None for unit in units[:-1]] == [count > 0] * len(layers)
+    assert work.experts == max(1, count)
     for layer in layers:
         for name, member in experts_of(layer):
             assert layer.get_submodule(name) is member
+
+
+def test_experts_on_parts_send_what_others_read():
+    """Two ranks, parts of 6 and 4 numbers, 8 out, batch 3 of 4-byte numbers.
+
+    Rank 0 sends what rank 1's expert reads (4) and rank 1's rows of what it made itself (4); backward the gradient of
+    what the other made (4), and of what it read for the other (6).
+    """
+    group = ExpertGroup(shapes=(((4, 2),), ((6, 2),)), in_elements=10, out_elements=8, parts=(6, 4))
+    work = dataclasses.replace(WORK, units=(Unit(name="layer", shapes=((4,),), experts=group),), batch=3)
+    for rank, expected in ((0, [4, 4, 4, 6]), (1, [6, 4, 4, 4])):
+        moves = moves_of(work, MeshSpec(expert=2, table_shard=2), expert_rank=rank)
+        own = [move for move in moves if move.axis == "expert"]
+        assert [move.sent / 3 / 4 for move in own] == expected
+        assert {move.kind for move in own} == {"all_to_all"}
+        assert not any(move.hidden for move in own)
+
+
+def test_touched_rows_worked_example():
+    table = TableLoad(name="t", rows=100, dim=4, ids=1.0, vectors=1.0)
+    work = dataclasses.replace(WORK, batch=100)
+    assert touched_rows(work, table, 1) == pytest.approx(100 * (1 - 0.99**100))
+    assert round(touched_rows(work, table, 1)) == 63
+    assert round(touched_rows(work, dataclasses.replace(table, rows=10**6), 1)) == 100
+    assert touched_rows(work, dataclasses.replace(table, rows=1), 1) == 1.0
+
+
+def test_copies_that_exchange_gradients():
+    """Touched rows with their gradients for whole copies, weights once each way for fully sharded ones."""
+    table = TableLoad(name="t", rows=100, dim=4, ids=1.0, vectors=1.0)
+    work = dataclasses.replace(WORK, tables=(table,), batch=100)
+    plain, sliced = (
+        {
+            move.kind: move
+            for move in moves_of(work, MeshSpec(replicate=2, table_replica=2, fully_sharded=f), table_sync="gradients")
+            if move.axis == "table_replica"
+        }
+        for f in (False, True)
+    )
+    assert plain["all_gather"].sent == pytest.approx(touched_rows(work, table, 1) * (4 * 4 + 8))
+    assert {kind: move.sent for kind, move in sliced.items()} == {"all_gather": 800.0, "reduce_scatter": 800.0}
 
 
 def free_port() -> int:
