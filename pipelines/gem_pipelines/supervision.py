@@ -10,10 +10,11 @@ Cost: see flight.py and watchdog.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
-from gem_data.interface import Batch
+from gem_data.interface import Batch, Loader
 
 from gem_pipelines.config import TrainConfig
 from gem_pipelines.flight import ENDED, FlightRecorder, clear_flights
@@ -42,12 +43,27 @@ class Supervision:
             index = batches[0].row_index if one else torch.cat([batch.row_index for batch in batches])
             self._recorder.rows(ids.cpu(), index.cpu())
 
+    def evaluating(self, loader: Loader, *, step: int) -> Loader:
+        """`loader`, of which each batch is a phase of its own, so that a long evaluation is no standstill."""
+        return cast(Loader, _Watched(loader, self, step))
+
     def close(self, *, ended: bool) -> None:
         """Watch no longer. ended: the run reached its end, so that this start does not count as a failed one."""
         if self._watchdog is not None:
             self._watchdog.stop()
         if self._recorder is not None and ended:
             self._recorder.enter(ENDED, step=self._recorder.step)
+
+
+class _Watched:
+    def __init__(self, loader: Loader, supervision: Supervision, step: int) -> None:
+        self._loader, self._supervision, self._step = loader, supervision, step
+
+    def epoch(self) -> Iterator[Batch]:
+        for batch in self._loader.epoch():
+            self._supervision.enter("evaluate", step=self._step)
+            yield batch
+        self._supervision.enter("evaluate", step=self._step)
 
 
 def supervise(
