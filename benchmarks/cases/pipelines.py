@@ -265,6 +265,34 @@ def check_checkpoint(inputs: dict[str, Any], read: Any) -> None:
     assert all(torch.equal(read.tensors[key], tensor) for key, tensor in written.tensors.items())
 
 
+class _NoLoader:
+    """A loader of which nothing is kept."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def run_snapshot(inputs: StepInputs) -> Any:
+    """How long training stands still for a checkpoint that is written beside it: gather, and copy to host memory."""
+    from gem_pipelines.checkpoint import capture
+    from gem_pipelines.checkpoint_saver import snapshot
+
+    return snapshot(capture(inputs.trainer, _NoLoader()), keep=True)  # type: ignore[arg-type]
+
+
+def check_snapshot(inputs: StepInputs, taken: Any) -> None:
+    """The state of now, and no later step changes it."""
+    import torch
+    from gem_pipelines.checkpoint import capture
+
+    live = capture(inputs.trainer, _NoLoader()).tensors  # type: ignore[arg-type]
+    before = {key: value.clone() for key, value in live.items()}
+    assert taken.tensors.keys() == before.keys()
+    run_step(inputs)
+    assert all(torch.equal(taken.tensors[key], value) for key, value in before.items())
+    assert {key.split(".")[0] for key in live if not torch.equal(live[key], before[key])} >= {"dense"}
+
+
 STEPS = tuple(
     Case(
         name=f"pipelines.step_{shape}",
@@ -288,6 +316,14 @@ CASES = (
         timed=False,
     ),
     Case(name="pipelines.auc", make=make_metrics, run=run_metrics, check=check_metrics, count=count_python),
+    Case(
+        name="pipelines.checkpoint_snapshot",
+        make=partial(make_step, shape="ragged"),
+        run=run_snapshot,
+        check=check_snapshot,
+        count=count_tensors,
+        repeat=40,
+    ),
     Case(
         name="pipelines.checkpoint",
         make=make_checkpoint,

@@ -243,7 +243,8 @@ class Job:
             self.data, split="eval", config=config, rank=self.runtime.rank, world_size=self.runtime.world_size
         )
         try:
-            predictions = evaluate.predict(self.trainer.parallel, loader, schema=self.schema, runtime=self.runtime)
+            watched = self.supervision.evaluating(loader, step=self.trainer.position.step)
+            predictions = evaluate.predict(self.trainer.parallel, watched, schema=self.schema, runtime=self.runtime)
         finally:
             loader.close()
         if not self.runtime.is_main:
