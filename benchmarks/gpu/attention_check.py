@@ -1,4 +1,4 @@
-"""Check the GPU kernels against float64: `python attention_check.py [--impl triton gluon] [--tma]`.
+"""Check the GPU kernels against float64: `python attention_check.py [--impl triton gluon] [--own]`.
 
 Every member of the family that differs in code, on ragged lengths with empty and one-token sequences. Rule: the error
 against float64 is at most 2x (output) or 3x (gradients) the error of impl="eager" in the same dtype, plus 1e-6. Outputs
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from gem_attention.api import attention, make_layout
@@ -33,7 +33,7 @@ class Case:
     kv_index: tuple[int, ...] | None = None
     seeds: int = 0
     dtype: torch.dtype = torch.bfloat16
-    position_heads: int = 2
+    sorted_times: bool = False
 
 
 def spec(activation: str = "silu", scale: float = 0.1, **rest: object) -> AttentionSpec:
@@ -93,6 +93,9 @@ def cases() -> list[Case]:
     for where in ("inside_scale", "outside_scale"):
         bias = BiasSpec(where=where, max_positions=800, time=TimeBuckets(count=60))
         listed += [Case(spec=spec(a, mask=causal, bias=bias)) for a in ("silu", "softmax")]
+    # times as histories have them, sorted: tiles span few buckets
+    listed.append(Case(spec=spec(mask=both, bias=bias), sorted_times=True))
+    listed.append(Case(spec=spec(mask=targets, bias=bias), dim=64, v_dim=64, sorted_times=True))
     return listed
 
 
@@ -108,13 +111,14 @@ def run_case(case: Case, impl: str) -> tuple[bool, str]:
         return on_gpu((0, *lengths)).cumsum(0)
 
     has_time = case.spec.bias is not None and case.spec.bias.time is not None
+    times = torch.randint(0, 10**6, (sum(case.k_lengths),), device="cuda")
     layout = make_layout(
         q_offsets=None if kind == "broadcast" else offsets(case.q_lengths),
         k_offsets=None if kind == "self" else offsets(case.k_lengths),
         kv_index=None if case.kv_index is None else on_gpu(case.kv_index),
         num_targets=on_gpu(case.targets) if case.spec.mask.targets else None,
         num_context=on_gpu(case.context) if case.spec.mask.context else None,
-        timestamps=torch.randint(0, 10**6, (sum(case.k_lengths),), device="cuda") if has_time else None,
+        timestamps=(times.sort().values if case.sorted_times else times) if has_time else None,
         tail=kind == "tail",
     )
     k_rows = sum(case.q_lengths if kind == "self" else case.k_lengths)
@@ -157,12 +161,24 @@ def run_case(case: Case, impl: str) -> tuple[bool, str]:
     return ok, text + (f" moves: {','.join(moved)}" if moved else "")
 
 
+def take_own_blocks() -> None:
+    """Let every Gluon kernel run with Choice(own=True), its default otherwise."""
+    from gem_attention import gluon_launch
+
+    for name in ("_forward_choice", "_dq_choice", "_dkv_choice"):
+        chosen = getattr(gluon_launch, name)
+        setattr(gluon_launch, name, lambda p, chosen=chosen: replace(chosen(p), own=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--impl", nargs="*", default=["triton"])
     parser.add_argument("--limit-s", type=float, default=500)
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="run cases i, i + n, ... of i n")
+    parser.add_argument("--own", action="store_true", help="impl gluon with Choice(own=True), see gluon_launch")
     args = parser.parse_args()
+    if args.own:
+        take_own_blocks()
     start, bad, count, refused = time.perf_counter(), 0, 0, 0
     for impl in args.impl:
         for case in cases()[args.part[0] :: args.part[1]]:
@@ -183,7 +199,8 @@ def main() -> None:
                 f"{k}={v}" for k, v in vars(case.spec.mask).items() if v and (k, v) != ("target_group_size", 1)
             )
             print(
-                f"{'ok ' if ok else 'BAD'} {impl} {case.spec.activation} {case.spec.query} D{case.dim} "
+                f"{'ok ' if ok else 'BAD'} {impl}{' own' if args.own else ''} {case.spec.activation} {case.spec.query} "
+                f"D{case.dim} "
                 f"H{case.heads}/{case.kv_heads} {str(case.dtype)[6:]} [{mask}]"
                 f"{' bias' if case.spec.bias else ''} {text}",
                 flush=True,

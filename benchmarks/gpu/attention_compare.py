@@ -94,6 +94,9 @@ def compare(
             traceback.print_exc(limit=-2)
             rows.append({"shape": shape.name, "name": name, "error": f"{type(error).__name__}: {str(error)[:300]}"})
             continue
+        if rounds == 0:
+            del got
+            continue
         want = want or got
         rows.append({"shape": shape.name, "name": name, "difference_from_first": difference(got, want)})
         timed[name] = (forward, backward, [], [])

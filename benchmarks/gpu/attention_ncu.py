@@ -16,8 +16,6 @@ import json
 import re
 import sys
 
-KERNELS = "forward_kernel|dq_kernel|dkv_kernel|short_query_kernel"
-
 
 def run(out: str, names: list[str], impls: list[str]) -> None:
     import torch
@@ -85,7 +83,7 @@ def facts(row: dict[str, str]) -> dict[str, object]:
         "tensor_pipe_pct": largest(row, rf"(sm|smsp)__(inst_executed_pipe|pipe)_tensor\w*{share}"),
         "registers": largest(row, r"launch__registers_per_thread"),
         "local_bytes": None if None in local else sum(x for x in local if x is not None),
-        "dram_pct": largest(row, r"(gpu__dram|dram)__throughput" + share),
+        "dram_pct": largest(row, r"(gpu__dram_throughput|dram__throughput)" + share),
         "dram_bytes_per_s": largest(row, r"dram__bytes\.sum\.per_second"),
         "l2_pct": largest(row, r"lts__(t_sectors|throughput)" + share),
         "occupancy_pct": largest(row, r"sm__warps_active" + share),

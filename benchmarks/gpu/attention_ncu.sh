@@ -8,8 +8,8 @@ chosen=(); [ $# -gt 0 ] && chosen=(--shapes "$@")
 ncu=$(command -v ncu || ls /usr/local/cuda*/bin/ncu /opt/nvidia/nsight-compute/*/ncu 2>/dev/null | head -1)
 [ -n "$ncu" ] || { echo "ncu not found"; exit 1; }
 start=$SECONDS
-timeout 150 "$ncu" --clock-control none --profile-from-start off --target-processes all \
-  --kernel-name "regex:forward_kernel|dq_kernel|dkv_kernel|short_query_kernel" --kernel-name-base function \
+timeout ${NCU_LIMIT:-150} "$ncu" --clock-control none --profile-from-start off --target-processes all \
+  --kernel-name "regex:.*(forward|dq|dkv|short_query)_kernel.*" --kernel-name-base function \
   --section SpeedOfLight --section LaunchStats --section Occupancy --section WarpStateStats --section ComputeWorkloadAnalysis \
   --metrics l1tex__t_bytes_pipe_lsu_mem_local_op_ld.sum,l1tex__t_bytes_pipe_lsu_mem_local_op_st.sum,dram__bytes.sum.per_second \
   --csv --page raw --print-units base --log-file "$out/ncu.csv" \

@@ -95,8 +95,8 @@ ALLOWED_SPILLS = {
     ("dkv", "softmax"): 67,
     ("forward", "window"): 8,
     ("short", "gdpa"): 16,
-    ("dq", "bias"): 22,
-    ("dkv", "bias"): 56,
+    ("dq", "bias"): 28,
+    ("dkv", "bias"): 66,
 }
 
 

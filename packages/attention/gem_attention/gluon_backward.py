@@ -28,7 +28,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.tools.ragged_tma import to_ragged_indices
 
-from gem_attention.gluon_forward import W, Work, block_at, copy_rows, flat, portion, ring, settle_store
+from gem_attention.gluon_forward import (
+    W,
+    Work,
+    block_at,
+    block_in,
+    copy_rows,
+    flat,
+    own_blocks,
+    portion,
+    ring,
+    settle_store,
+)
 from gem_attention.triton_common import activate_and_slope, key_range, pair_mask, read_tile, row_range, sample_rules
 
 
@@ -46,7 +57,7 @@ def store_tile(desc, start, length, row, head, tile, buffer, ROWS: gl.constexpr,
 
 @gluon.jit
 def _dq_load(q, do, k, v, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, C: gl.constexpr, UNIT: gl.constexpr,
-             STAGES: gl.constexpr):  # fmt: skip
+             STAGES: gl.constexpr, OWN: gl.constexpr):  # fmt: skip
     q_full, q_empty, do_full, do_empty, kv_full, kv_empty = bars
     blocks = 0
     done = 0
@@ -70,7 +81,7 @@ def _dq_load(q, do, k, v, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work
             copy_rows(do, at.out_start, at.q_length, m0 + W, head, do_full.index(slot), do_s.index(2 * slot + 1))
             done += 1
             for index in range((hi - lo) // C.block_n):
-                n0 = block_at(index, lo, mid, top, masked, C.block_n)
+                n0 = block_in(index, lo, mid, top, masked, C.block_n, OWN)
                 stage = blocks % STAGES
                 full = kv_full.index(stage)
                 mbarrier.wait(kv_empty.index(stage), (blocks // STAGES & 1) ^ 1)
@@ -94,32 +105,45 @@ def _dq_scores(q_WD, do_WE, blocks, k_s, v_s, kv_full, C: gl.constexpr, S: gl.co
 
 
 @gluon.jit
-def _dq_slope(s_WN, dp_WN, n0, position_W, rules, numbers, MASK: gl.constexpr, C: gl.constexpr, S: gl.constexpr,
+def _dq_slope(s_WN, dp_WN, n0, position_W, rules, numbers, cut, MASK: gl.constexpr, C: gl.constexpr, S: gl.constexpr,
               P: gl.constexpr, dtype: gl.constexpr):  # fmt: skip
     """dS, masked, as the first operand of the next product."""
     _, slope_WN = activate_and_slope(s_WN, numbers.scale, C)
     ds_WN = slope_WN * dp_WN
-    if MASK:
-        column_N = n0 + gl.arange(0, C.block_n, layout=gl.SliceLayout(0, S))
-        ds_WN = gl.where(pair_mask(position_W[:, None], column_N[None, :], rules, C), ds_WN, 0.0)
+    if MASK:  # noqa: SIM102
+        if cut:
+            column_N = n0 + gl.arange(0, C.block_n, layout=gl.SliceLayout(0, S))
+            ds_WN = gl.where(pair_mask(position_W[:, None], column_N[None, :], rules, C), ds_WN, 0.0)
     return gl.convert_layout(ds_WN.to(dtype), P)
 
 
 @gluon.jit
 def _dq_step(acc, ds_WN, q_WD, do_WE, blocks, n0, position_W, k_s, v_s, kv_full, kv_empty, rules, numbers,
-             MASK: gl.constexpr, C: gl.constexpr, S: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+             cut, MASK: gl.constexpr, C: gl.constexpr, S: gl.constexpr, P: gl.constexpr,
+             STAGES: gl.constexpr):  # fmt: skip
     """Product of the block before, scores of this one behind it, then this block's dS."""
     before = (blocks - 1) % STAGES
     acc = warpgroup_mma(ds_WN, flat(k_s.index(before), C.block_n, C.block_d), acc, is_async=True)
     s, dp = _dq_scores(q_WD, do_WE, blocks, k_s, v_s, kv_full, C, S, STAGES)
     s_WN, dp_WN, acc = warpgroup_mma_wait(0, deps=(s, dp, acc))
     mbarrier.arrive(kv_empty.index(before), count=1)
-    return acc, _dq_slope(s_WN, dp_WN, n0, position_W, rules, numbers, MASK, C, S, P, ds_WN.dtype)
+    return acc, _dq_slope(s_WN, dp_WN, n0, position_W, rules, numbers, cut, MASK, C, S, P, ds_WN.dtype)
+
+
+@gluon.jit
+def _dq_pass_by(blocks, count, kv_full, kv_empty, STAGES: gl.constexpr):
+    """Let `count` blocks go that this warpgroup does not need."""
+    for index in range(count):
+        stage = blocks % STAGES
+        mbarrier.wait(kv_full.index(stage), blocks // STAGES & 1)
+        mbarrier.arrive(kv_empty.index(stage), count=1)
+        blocks += 1
+    return blocks
 
 
 @gluon.jit
 def _dq_consume(dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work, PART: gl.constexpr, C: gl.constexpr,
-                UNIT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+                UNIT: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr):  # fmt: skip
     q_full, q_empty, do_full, do_empty, kv_full, kv_empty = bars
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C.block_n, 16])
     D: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C.block_d, 16])
@@ -139,6 +163,10 @@ def _dq_consume(dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work
             lo, mid, top, hi = key_range(p0, p1, rules, C)
             masked = (hi - lo - (top - mid)) // C.block_n
             count = (hi - lo) // C.block_n
+            after = 0
+            if OWN:
+                lo, mid, top, before, count, after = own_blocks(PART, m0, lo, hi, at, rules, C)
+                blocks = _dq_pass_by(blocks, before, kv_full, kv_empty, STAGES)
             position_W = p0 + W * PART + gl.arange(0, W, layout=gl.SliceLayout(1, S))
             slot = done % 2
             mbarrier.wait(q_full, done & 1)
@@ -151,26 +179,36 @@ def _dq_consume(dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work
             done += 1
             acc = gl.full([W, C.block_d], 0.0, gl.float32, layout=D)
             if count > 0:
-                n0 = block_at(0, lo, mid, top, masked, C.block_n)
+                n0 = block_in(0, lo, mid, top, masked, C.block_n, OWN)
                 s, dp = _dq_scores(q_WD, do_WE, blocks, k_s, v_s, kv_full, C, S, STAGES)
                 s_WN, dp_WN = warpgroup_mma_wait(0, deps=(s, dp))
                 # the first block is a masked one if there is any; masking a full block changes nothing
-                ds_WN = _dq_slope(s_WN, dp_WN, n0, position_W, rules, numbers, C.rules, C, S, P, dtype)
+                ds_WN = _dq_slope(s_WN, dp_WN, n0, position_W, rules, numbers, True, C.rules, C, S, P, dtype)
                 blocks += 1
-                if C.rules:
-                    for index in range(1, masked):
-                        n0 = block_at(index, lo, mid, top, masked, C.block_n)
+                if OWN:
+                    for index in range(1, count):
+                        n0 = lo + index * C.block_n
+                        cut = (n0 < mid) | (n0 >= top)
                         acc, ds_WN = _dq_step(acc, ds_WN, q_WD, do_WE, blocks, n0, position_W, k_s, v_s, kv_full,
-                                              kv_empty, rules, numbers, True, C, S, P, STAGES)  # fmt: skip
+                                              kv_empty, rules, numbers, cut, C.rules, C, S, P, STAGES)  # fmt: skip
                         blocks += 1
-                for index in range(gl.maximum(masked, 1), count):
-                    acc, ds_WN = _dq_step(acc, ds_WN, q_WD, do_WE, blocks, 0, position_W, k_s, v_s, kv_full, kv_empty,
-                                          rules, numbers, False, C, S, P, STAGES)  # fmt: skip
-                    blocks += 1
+                else:
+                    if C.rules:
+                        for index in range(1, masked):
+                            n0 = block_at(index, lo, mid, top, masked, C.block_n)
+                            acc, ds_WN = _dq_step(acc, ds_WN, q_WD, do_WE, blocks, n0, position_W, k_s, v_s, kv_full,
+                                                  kv_empty, rules, numbers, True, True, C, S, P, STAGES)  # fmt: skip
+                            blocks += 1
+                    for index in range(gl.maximum(masked, 1), count):
+                        acc, ds_WN = _dq_step(acc, ds_WN, q_WD, do_WE, blocks, 0, position_W, k_s, v_s, kv_full,
+                                              kv_empty, rules, numbers, False, False, C, S, P, STAGES)  # fmt: skip
+                        blocks += 1
                 last = (blocks - 1) % STAGES
                 acc = warpgroup_mma(ds_WN, flat(k_s.index(last), C.block_n, C.block_d), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(kv_empty.index(last), count=1)
+            if OWN:
+                blocks = _dq_pass_by(blocks, after, kv_full, kv_empty, STAGES)
             mbarrier.arrive(do_empty.index(slot), count=1)
             settle_store()
             store_tile(dq, at.q_start, at.q_length, m0 + W * PART, head, acc * numbers.gradient_scale, dq_tile, W,
@@ -180,19 +218,19 @@ def _dq_consume(dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work
 
 @gluon.jit
 def _dq_first(dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work, C: gl.constexpr, UNIT: gl.constexpr,
-              STAGES: gl.constexpr):  # fmt: skip
-    _dq_consume(dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work, 0, C, UNIT, STAGES)
+              STAGES: gl.constexpr, OWN: gl.constexpr):  # fmt: skip
+    _dq_consume(dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work, 0, C, UNIT, STAGES, OWN)
 
 
 @gluon.jit
 def _dq_second(dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work, C: gl.constexpr, UNIT: gl.constexpr,
-               STAGES: gl.constexpr):  # fmt: skip
-    _dq_consume(dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work, 1, C, UNIT, STAGES)
+               STAGES: gl.constexpr, OWN: gl.constexpr):  # fmt: skip
+    _dq_consume(dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work, 1, C, UNIT, STAGES, OWN)
 
 
 @gluon.jit(do_not_specialize=["items", "rounds"])
 def gluon_dq_kernel(q, do, k, v, dq, tiles, batch, numbers, items, rounds, C: gl.constexpr, UNIT: gl.constexpr,
-                    STAGES: gl.constexpr):  # fmt: skip
+                    STAGES: gl.constexpr, OWN: gl.constexpr):  # fmt: skip
     """dq (Tq, H, D). q, do, dq: descriptors of 64-row tiles; k, v: of block_n-row tiles. Grid: one program an SM."""
     work = Work(items, rounds)
     q_s = gl.allocate_shared_memory(q.dtype, [2] + q.block_shape, q.layout)
@@ -207,9 +245,9 @@ def gluon_dq_kernel(q, do, k, v, dq, tiles, batch, numbers, items, rounds, C: gl
     bars = (q_full, q_empty, do_full, do_empty, kv_full, kv_empty)
     gl.warp_specialize(
         [
-            (_dq_first, (dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES)),
-            (_dq_second, (dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES)),
-            (_dq_load, (q, do, k, v, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES)),
+            (_dq_first, (dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES, OWN)),
+            (_dq_second, (dq, q_s, do_s, k_s, v_s, dq_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES, OWN)),
+            (_dq_load, (q, do, k, v, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES, OWN)),
         ],
         [4, 1],
         [240, 24],
@@ -220,10 +258,10 @@ def gluon_dq_kernel(q, do, k, v, dq, tiles, batch, numbers, items, rounds, C: gl
 
 
 @gluon.jit
-def _visits(n0, at, rules, C: gl.constexpr):
-    """(first, lo, mid, top, masked, count): which row blocks a key tile visits; see `_row_at`."""
+def _visits(n0, keys, at, rules, C: gl.constexpr):
+    """(first, lo, mid, top, masked, count): which row blocks the keys n0 .. n0 + keys visit; see `_row_at`."""
     if C.rules:
-        early, lo, mid, top, hi = row_range(n0, gl.minimum(n0 + C.block_n, at.k_length), rules, C)
+        early, lo, mid, top, hi = row_range(n0, gl.minimum(n0 + keys, at.k_length), rules, C)
     else:
         early = 0
         lo = 0
@@ -254,7 +292,7 @@ def _dkv_load(q, do, k, v, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, wor
         b, n0, at = read_tile(tiles, entry, batch, C)
         if (b >= 0) & exists:
             rules = sample_rules(at.q_length, at.k_length, at.targets, at.context, numbers, C)
-            first, lo, mid, top, masked, count = _visits(n0, at, rules, C)
+            first, lo, mid, top, masked, count = _visits(n0, C.block_n, at, rules, C)
             slot = done % SLOTS
             resident = kv_full.index(slot)
             mbarrier.wait(kv_empty.index(slot), (done // SLOTS & 1) ^ 1)
@@ -311,9 +349,10 @@ def _dkv_step(dk, dv, k_WD, v_WE, blocks, m0, cut, position_W, q_s, do_s, bars, 
 
 @gluon.jit
 def _dkv_consume(dk_out, dv_out, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, PART: gl.constexpr,
-                 C: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
+                 C: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+                 OWN: gl.constexpr):  # fmt: skip
     """Rows 64 PART .. 64 PART + 64 of every tile of keys. The results leave through the tile's own k and v buffers."""
-    kv_full, kv_empty, _, _ = bars
+    kv_full, kv_empty, full, empty = bars
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C.block_m, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C.block_d, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C.block_e, 16])
@@ -326,7 +365,12 @@ def _dkv_consume(dk_out, dv_out, q_s, do_s, k_s, v_s, bars, tiles, batch, number
         b, n0, at = read_tile(tiles, entry, batch, C)
         if (b >= 0) & exists:
             rules = sample_rules(at.q_length, at.k_length, at.targets, at.context, numbers, C)
-            first, lo, mid, top, masked, count = _visits(n0, at, rules, C)
+            first, lo, mid, top, masked, count = _visits(n0, C.block_n, at, rules, C)
+            if OWN:
+                own = n0 + W * PART
+                real = own < at.k_length
+                own_first, own_lo, own_mid, own_top, _, own_count = _visits(own, W, at, rules, C)
+                own_hi = own_first + own_count * C.block_m
             position_W = n0 + W * PART + gl.arange(0, W, layout=gl.SliceLayout(1, S))
             slot = done % SLOTS
             mbarrier.wait(kv_full.index(slot), done // SLOTS & 1)
@@ -341,8 +385,21 @@ def _dkv_consume(dk_out, dv_out, q_s, do_s, k_s, v_s, bars, tiles, batch, number
                     m0 = 0
                     if C.rules:
                         m0 = _row_at(index, first, lo, mid, top, masked, C.block_m)
-                    dk, dv = _dkv_step(dk, dv, k_WD, v_WE, blocks, m0, index < masked, position_W, q_s, do_s, bars,
-                                       rules, numbers, C, S, PK, PV, STAGES)  # fmt: skip
+                    cut = index < masked
+                    mine = True
+                    if OWN:
+                        if C.rules:
+                            # rows before own_lo - own_first are context rows, which see all history
+                            mine = real & ((m0 < own_lo - own_first) | ((m0 >= own_lo) & (m0 < own_hi)))
+                            cut = (m0 < own_mid) | (m0 >= own_top)
+                        else:
+                            mine = real
+                    if mine:
+                        dk, dv = _dkv_step(dk, dv, k_WD, v_WE, blocks, m0, cut, position_W, q_s, do_s, bars, rules,
+                                           numbers, C, S, PK, PV, STAGES)  # fmt: skip
+                    else:
+                        mbarrier.wait(full.index(blocks % STAGES), blocks // STAGES & 1)
+                        mbarrier.arrive(empty.index(blocks % STAGES), count=1)
                     blocks += 1
             store_tile(dv_out, at.k_start, at.k_length, n0 + W * PART, kv_head, dv * numbers.inverse_divisor, v_tile, W,
                        C.block_e)  # fmt: skip
@@ -355,19 +412,19 @@ def _dkv_consume(dk_out, dv_out, q_s, do_s, k_s, v_s, bars, tiles, batch, number
 
 @gluon.jit
 def _dkv_first(dk, dv, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, C: gl.constexpr, UNIT: gl.constexpr,
-               STAGES: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
-    _dkv_consume(dk, dv, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, 0, C, UNIT, STAGES, SLOTS)
+               STAGES: gl.constexpr, SLOTS: gl.constexpr, OWN: gl.constexpr):  # fmt: skip
+    _dkv_consume(dk, dv, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, 0, C, UNIT, STAGES, SLOTS, OWN)
 
 
 @gluon.jit
 def _dkv_second(dk, dv, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, C: gl.constexpr, UNIT: gl.constexpr,
-                STAGES: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
-    _dkv_consume(dk, dv, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, 1, C, UNIT, STAGES, SLOTS)
+                STAGES: gl.constexpr, SLOTS: gl.constexpr, OWN: gl.constexpr):  # fmt: skip
+    _dkv_consume(dk, dv, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, 1, C, UNIT, STAGES, SLOTS, OWN)
 
 
 @gluon.jit(do_not_specialize=["items", "rounds"])
 def gluon_dkv_kernel(q, do, k, v, dk, dv, tiles, batch, numbers, items, rounds, C: gl.constexpr, UNIT: gl.constexpr,
-                     STAGES: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
+                     STAGES: gl.constexpr, SLOTS: gl.constexpr, OWN: gl.constexpr):  # fmt: skip
     """dk (Tk, G, D) and dv (Tk, G, E). q, do: descriptors of block_m-row tiles, the rest of 64-row tiles.
 
     SLOTS: tiles of k and v in shared memory; 2 lets the next tile's loads run under this one's products.
@@ -383,8 +440,11 @@ def gluon_dkv_kernel(q, do, k, v, dk, dv, tiles, batch, numbers, items, rounds, 
     bars = (kv_full, kv_empty, full, empty)
     gl.warp_specialize(
         [
-            (_dkv_first, (dk, dv, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES, SLOTS)),
-            (_dkv_second, (dk, dv, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES, SLOTS)),
+            (_dkv_first, (dk, dv, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES, SLOTS, OWN)),
+            (
+                _dkv_second,
+                (dk, dv, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES, SLOTS, OWN),
+            ),
             (_dkv_load, (q, do, k, v, q_s, do_s, k_s, v_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES, SLOTS)),
         ],
         [4, 1],

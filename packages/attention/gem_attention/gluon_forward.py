@@ -85,8 +85,34 @@ def block_at(index, lo, mid, top, masked, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def block_in(index, lo, mid, top, masked, BLOCK: gl.constexpr, OWN: gl.constexpr):
+    """`block_at`, or ascending, so that the blocks of one warpgroup stand together (OWN)."""
+    if OWN:
+        n0 = lo + index * BLOCK
+    else:
+        n0 = block_at(index, lo, mid, top, masked, BLOCK)
+    return n0
+
+
+@gluon.jit
+def own_blocks(part, m0, lo, hi, at, rules, C: gl.constexpr):
+    """Of the columns lo..hi of a tile, those of its 64 rows number `part`: (lo, mid, top, before, count, after).
+
+    before, count, after: blocks ahead of theirs, theirs, behind theirs. Rows that do not exist visit nothing.
+    """
+    first = m0 + W * part
+    end = gl.minimum(first + W, at.q_length)
+    own_lo, own_mid, own_top, own_hi = key_range(first + rules.first_position, end + rules.first_position, rules, C)
+    own_lo = gl.where(first < at.q_length, own_lo, hi)
+    own_hi = gl.where(first < at.q_length, own_hi, hi)
+    before = (own_lo - lo) // C.block_n
+    count = (own_hi - own_lo) // C.block_n
+    return own_lo, own_mid, own_top, before, count, (hi - own_hi) // C.block_n
+
+
+@gluon.jit
 def _load(q, k, v, q_s, k_s, v_s, bars, tiles, batch, numbers, work, C: gl.constexpr, UNIT: gl.constexpr,
-          STAGES: gl.constexpr):  # fmt: skip
+          STAGES: gl.constexpr, OWN: gl.constexpr):  # fmt: skip
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     blocks = 0
     tiles_done = 0
@@ -105,7 +131,7 @@ def _load(q, k, v, q_s, k_s, v_s, bars, tiles, batch, numbers, work, C: gl.const
             copy_rows(q, at.q_start, at.q_length, m0 + W, head, q_full, q_s.index(1))
             tiles_done += 1
             for index in range((hi - lo) // C.block_n):
-                n0 = block_at(index, lo, mid, top, masked, C.block_n)
+                n0 = block_in(index, lo, mid, top, masked, C.block_n, OWN)
                 stage = blocks % STAGES
                 phase = (blocks // STAGES & 1) ^ 1
                 mbarrier.wait(k_empty.index(stage), phase)
@@ -118,18 +144,19 @@ def _load(q, k, v, q_s, k_s, v_s, bars, tiles, batch, numbers, work, C: gl.const
 
 
 @gluon.jit
-def _activated(s_WN, position_W, n0, rules, numbers, MASK: gl.constexpr, C: gl.constexpr, S: gl.constexpr,
+def _activated(s_WN, position_W, n0, rules, numbers, cut, MASK: gl.constexpr, C: gl.constexpr, S: gl.constexpr,
                P: gl.constexpr, dtype: gl.constexpr):  # fmt: skip
-    """f of the scores, masked, as the first operand of the next product."""
+    """f of the scores, masked (if MASK, where cut), as the first operand of the next product."""
     p_WN = activate(s_WN, numbers.scale, C)
-    if MASK:
-        column_N = n0 + gl.arange(0, C.block_n, layout=gl.SliceLayout(0, S))
-        p_WN = gl.where(pair_mask(position_W[:, None], column_N[None, :], rules, C), p_WN, 0.0)
+    if MASK:  # noqa: SIM102
+        if cut:
+            column_N = n0 + gl.arange(0, C.block_n, layout=gl.SliceLayout(0, S))
+            p_WN = gl.where(pair_mask(position_W[:, None], column_N[None, :], rules, C), p_WN, 0.0)
     return gl.convert_layout(p_WN.to(dtype), P)
 
 
 @gluon.jit
-def _advance(acc, p_WN, q_WD, blocks, n0, position_W, k_s, v_s, bars, rules, numbers, MASK: gl.constexpr,
+def _advance(acc, p_WN, q_WD, blocks, n0, position_W, k_s, v_s, bars, rules, numbers, cut, MASK: gl.constexpr,
              C: gl.constexpr, S: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """One step: start the scores of block `blocks` and the product of the block before, and activate the scores."""
     _, _, k_full, k_empty, v_full, v_empty = bars
@@ -143,16 +170,30 @@ def _advance(acc, p_WN, q_WD, blocks, n0, position_W, k_s, v_s, bars, rules, num
     acc = warpgroup_mma(p_WN, flat(v_s.index(before), C.block_n, C.block_e), acc, is_async=True)
     s_WN = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(stage), count=1)
-    next_WN = _activated(s_WN, position_W, n0, rules, numbers, MASK, C, S, P, p_WN.dtype)
+    next_WN = _activated(s_WN, position_W, n0, rules, numbers, cut, MASK, C, S, P, p_WN.dtype)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_empty.index(before), count=1)
     return acc, next_WN
 
 
 @gluon.jit
+def _pass_by(blocks, count, bars, STAGES: gl.constexpr):
+    """Let `count` blocks go that this warpgroup does not need. Waiting for each keeps the barriers' turns in step."""
+    _, _, k_full, k_empty, v_full, v_empty = bars
+    for index in range(count):
+        stage = blocks % STAGES
+        mbarrier.wait(k_full.index(stage), blocks // STAGES & 1)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.wait(v_full.index(stage), blocks // STAGES & 1)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        blocks += 1
+    return blocks
+
+
+@gluon.jit
 def _consume(out, q_s, k_s, v_s, out_s, bars, tiles, batch, numbers, work, PART: gl.constexpr, C: gl.constexpr,
-             UNIT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Rows 64 PART .. 64 PART + 64 of every tile."""
+             UNIT: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr):  # fmt: skip
+    """Rows 64 PART .. 64 PART + 64 of every tile. OWN: of the blocks, only those these rows visit; else the tile's."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C.block_n, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C.block_e, 16])
@@ -172,6 +213,10 @@ def _consume(out, q_s, k_s, v_s, out_s, bars, tiles, batch, numbers, work, PART:
             lo, mid, top, hi = key_range(p0, p1, rules, C)
             masked = (hi - lo - (top - mid)) // C.block_n
             count = (hi - lo) // C.block_n
+            after = 0
+            if OWN:
+                lo, mid, top, before, count, after = own_blocks(PART, m0, lo, hi, at, rules, C)
+                blocks = _pass_by(blocks, before, bars, STAGES)
             position_W = p0 + W * PART + gl.arange(0, W, layout=gl.SliceLayout(1, S))
             mbarrier.wait(q_full, tiles_done & 1)
             q_WD = flat(q_s.index(PART), W, C.block_d).load(QL)
@@ -188,25 +233,35 @@ def _consume(out, q_s, k_s, v_s, out_s, bars, tiles, batch, numbers, work, PART:
                 s = warpgroup_mma(q_WD, k_ND.permute((1, 0)), zero_WN, use_acc=False, is_async=True)
                 s_WN = warpgroup_mma_wait(0, deps=(s,))
                 mbarrier.arrive(k_empty.index(stage), count=1)
-                n0 = block_at(0, lo, mid, top, masked, C.block_n)
+                n0 = block_in(0, lo, mid, top, masked, C.block_n, OWN)
                 # the first block of a tile is masked if any is; masking a full block changes nothing
-                p_WN = _activated(s_WN, position_W, n0, rules, numbers, C.rules, C, S, P, dtype)
+                p_WN = _activated(s_WN, position_W, n0, rules, numbers, True, C.rules, C, S, P, dtype)
                 blocks += 1
-                if C.rules:
-                    for index in range(1, masked):
-                        n0 = block_at(index, lo, mid, top, masked, C.block_n)
+                if OWN:
+                    for index in range(1, count):
+                        n0 = lo + index * C.block_n
+                        cut = (n0 < mid) | (n0 >= top)
                         acc, p_WN = _advance(acc, p_WN, q_WD, blocks, n0, position_W, k_s, v_s, bars, rules, numbers,
-                                             True, C, S, P, STAGES)  # fmt: skip
+                                             cut, C.rules, C, S, P, STAGES)  # fmt: skip
                         blocks += 1
-                for index in range(gl.maximum(masked, 1), count):
-                    acc, p_WN = _advance(acc, p_WN, q_WD, blocks, 0, position_W, k_s, v_s, bars, rules, numbers,
-                                         False, C, S, P, STAGES)  # fmt: skip
-                    blocks += 1
+                else:
+                    if C.rules:
+                        for index in range(1, masked):
+                            n0 = block_at(index, lo, mid, top, masked, C.block_n)
+                            acc, p_WN = _advance(acc, p_WN, q_WD, blocks, n0, position_W, k_s, v_s, bars, rules,
+                                                 numbers, True, True, C, S, P, STAGES)  # fmt: skip
+                            blocks += 1
+                    for index in range(gl.maximum(masked, 1), count):
+                        acc, p_WN = _advance(acc, p_WN, q_WD, blocks, 0, position_W, k_s, v_s, bars, rules, numbers,
+                                             False, False, C, S, P, STAGES)  # fmt: skip
+                        blocks += 1
                 last = (blocks - 1) % STAGES
                 mbarrier.wait(v_full.index(last), (blocks - 1) // STAGES & 1)
                 acc = warpgroup_mma(p_WN, flat(v_s.index(last), C.block_n, C.block_e), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_empty.index(last), count=1)
+            if OWN:
+                blocks = _pass_by(blocks, after, bars, STAGES)
             settle_store()
             flat(out_tile, W, C.block_e).store((acc * numbers.inverse_divisor).to(dtype))
             fence_async_shared()
@@ -217,14 +272,14 @@ def _consume(out, q_s, k_s, v_s, out_s, bars, tiles, batch, numbers, work, PART:
 
 @gluon.jit
 def _consume_first(out, q_s, k_s, v_s, out_s, bars, tiles, batch, numbers, work, C: gl.constexpr, UNIT: gl.constexpr,
-                   STAGES: gl.constexpr):  # fmt: skip
-    _consume(out, q_s, k_s, v_s, out_s, bars, tiles, batch, numbers, work, 0, C, UNIT, STAGES)
+                   STAGES: gl.constexpr, OWN: gl.constexpr):  # fmt: skip
+    _consume(out, q_s, k_s, v_s, out_s, bars, tiles, batch, numbers, work, 0, C, UNIT, STAGES, OWN)
 
 
 @gluon.jit
 def _consume_second(out, q_s, k_s, v_s, out_s, bars, tiles, batch, numbers, work, C: gl.constexpr, UNIT: gl.constexpr,
-                    STAGES: gl.constexpr):  # fmt: skip
-    _consume(out, q_s, k_s, v_s, out_s, bars, tiles, batch, numbers, work, 1, C, UNIT, STAGES)
+                    STAGES: gl.constexpr, OWN: gl.constexpr):  # fmt: skip
+    _consume(out, q_s, k_s, v_s, out_s, bars, tiles, batch, numbers, work, 1, C, UNIT, STAGES, OWN)
 
 
 @gluon.jit
@@ -238,7 +293,7 @@ def ring(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["items", "rounds"])
 def gluon_forward_kernel(q, k, v, out, tiles, batch, numbers, items, rounds, C: gl.constexpr, UNIT: gl.constexpr,
-                         STAGES: gl.constexpr):  # fmt: skip
+                         STAGES: gl.constexpr, OWN: gl.constexpr):  # fmt: skip
     """out (rows, H, E). q, out: descriptors of 64-row tiles, k, v: of block_n-row tiles. Grid: one program an SM."""
     work = Work(items, rounds)
     q_s = gl.allocate_shared_memory(q.dtype, [2] + q.block_shape, q.layout)
@@ -254,9 +309,9 @@ def gluon_forward_kernel(q, k, v, out, tiles, batch, numbers, items, rounds, C: 
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [
-            (_consume_first, (out, q_s, k_s, v_s, out_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES)),
-            (_consume_second, (out, q_s, k_s, v_s, out_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES)),
-            (_load, (q, k, v, q_s, k_s, v_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES)),
+            (_consume_first, (out, q_s, k_s, v_s, out_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES, OWN)),
+            (_consume_second, (out, q_s, k_s, v_s, out_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES, OWN)),
+            (_load, (q, k, v, q_s, k_s, v_s, bars, tiles, batch, numbers, work, C, UNIT, STAGES, OWN)),
         ],
         [4, 1],
         [240, 24],

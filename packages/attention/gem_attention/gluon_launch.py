@@ -37,11 +37,15 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Rows of a streamed tile, how many of them are in flight, and (dk, dv) how many resident tiles have room."""
+    """Rows of a streamed tile, how many of them are in flight, and (dk, dv) how many resident tiles have room.
+
+    own: each warpgroup takes, of the blocks its tile visits, only those its own 64 rows need; else both take all.
+    """
 
     block: int = 64
     stages: int = 4
     slots: int = 2
+    own: bool = False
 
 
 def ragged(x: Tensor, rows: int, width: int) -> TensorDescriptor:
@@ -82,6 +86,16 @@ def _forward_choice(p: Problem) -> Choice:
     return Choice(block=64, stages=4)
 
 
+def _dq_choice(p: Problem) -> Choice:
+    del p
+    return Choice(stages=3)
+
+
+def _dkv_choice(p: Problem) -> Choice:
+    del p
+    return Choice(stages=3)
+
+
 def forward(p: Problem, choice: Choice | None = None) -> tuple[Tensor, Tensor]:
     """(out (rows, H, E), an empty tensor in the place of softmax's log-sum-exp)."""
     q, k, v = rows_last(p.q), rows_last(p.k), rows_last(p.v)
@@ -107,7 +121,7 @@ def forward(p: Problem, choice: Choice | None = None) -> tuple[Tensor, Tensor]:
         run_numbers(p),
         *_portions(tiles, unit, c.heads, programs),
     ]
-    gluon_forward_kernel[(programs,)](*arguments, C=c, UNIT=unit, STAGES=choice.stages, num_warps=4)
+    gluon_forward_kernel[(programs,)](*arguments, C=c, UNIT=unit, STAGES=choice.stages, OWN=choice.own, num_warps=4)
     return out, lse
 
 
@@ -131,7 +145,7 @@ def backward(p: Problem, do: Tensor, out: Tensor | None, lse: Tensor, *, short_q
 
 def run_dq(p: Problem, do: Tensor, grads: Gradients, choice: Choice | None = None) -> None:
     """Fill grads.dq."""
-    choice = choice or Choice(stages=3)
+    choice = choice or _dq_choice(p)
     c = compile_spec(p, Tiles(block_m=128, block_n=choice.block, tma=True))
     unit = 2 if p.spec.mask.causal else 1
     tiles = query_tiles(p, 128, paired=unit == 2)
@@ -147,12 +161,12 @@ def run_dq(p: Problem, do: Tensor, grads: Gradients, choice: Choice | None = Non
         run_numbers(p),
         *_portions(tiles, unit, c.heads, programs),
     ]
-    gluon_dq_kernel[(programs,)](*arguments, C=c, UNIT=unit, STAGES=choice.stages, num_warps=4)
+    gluon_dq_kernel[(programs,)](*arguments, C=c, UNIT=unit, STAGES=choice.stages, OWN=choice.own, num_warps=4)
 
 
 def run_dkv(p: Problem, do: Tensor, grads: Gradients, choice: Choice | None = None) -> None:
     """Fill grads.dk and grads.dv."""
-    choice = choice or Choice(stages=3)
+    choice = choice or _dkv_choice(p)
     c = compile_spec(p, Tiles(block_m=choice.block, block_n=128, tma=True))
     unit = 2 if p.spec.mask.causal else 1
     tiles = key_tiles(p, 128, paired=unit == 2)
@@ -169,4 +183,5 @@ def run_dkv(p: Problem, do: Tensor, grads: Gradients, choice: Choice | None = No
         run_numbers(p),
         *_portions(tiles, unit, c.kv_heads, programs),
     ]
-    gluon_dkv_kernel[(programs,)](*arguments, C=c, UNIT=unit, STAGES=choice.stages, SLOTS=choice.slots, num_warps=4)
+    options = {"STAGES": choice.stages, "SLOTS": choice.slots, "OWN": choice.own}
+    gluon_dkv_kernel[(programs,)](*arguments, C=c, UNIT=unit, **options, num_warps=4)

@@ -72,7 +72,7 @@ def _row_numbers(lse, delta, head, at, inside, batch, numbers, C: tl.constexpr):
 
 
 @triton.jit
-def _dq_step(acc_MD, q_MD, do_ME, per_row, p0, n0, position_M, site, k, v, strides, rules, batch, numbers, tables,
+def _dq_step(acc_MD, q_MD, do_ME, per_row, n0, position_M, site, k, v, strides, rules, batch, numbers, tables,
              MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
     k_start, kv_head, head, rows = site
     lse_M, delta_M, inverse_M = per_row
@@ -81,7 +81,7 @@ def _dq_step(acc_MD, q_MD, do_ME, per_row, p0, n0, position_M, site, k, v, strid
     i = position_M[:, None]
     column_N = n0 + tl.arange(0, C.block_n)
     j = column_N[None, :]
-    columns = column_side(column_N, k_start, rules, batch, C)
+    columns = column_side(n0, k_start, rules, batch, C)
     x_MN, scale = biased_scores(q_MD, tl.trans(k_ND), rows, columns, head, batch, numbers, tables, False, C)
     dp_MN = dot(do_ME, tl.trans(v_NE), C=C)
     if C.softmax:
@@ -94,7 +94,7 @@ def _dq_step(acc_MD, q_MD, do_ME, per_row, p0, n0, position_M, site, k, v, strid
     p_MN, ds_MN = _chain(x_MN, scale, dp_MN, lse_M, delta_M, inverse_M, seen, MASK, C)
     if C.biased:
         # pairs past the ends are zero here without a mask: their dP is
-        add_table_gradients(ds_MN, p0, n0, rows, columns, batch, numbers, tables, C)
+        add_table_gradients(ds_MN, rows, columns, batch, numbers, tables, C)
     return dot(ds_MN.to(k_ND.dtype), k_ND, acc_MD, C=C)
 
 
@@ -119,15 +119,15 @@ def _dq_sample(acc_MD, at, m0, head, q, k, v, out, do, lse, delta, strides, batc
     p0 = m0 + rules.first_position
     p1 = tl.minimum(m0 + C.block_m, q_length) + rules.first_position
     position_M = p0 + tl.arange(0, C.block_m)
-    site = (at.k_start, head // C.group, head, row_side(position_M, at.k_start, rules, batch, C))
+    site = (at.k_start, head // C.group, head, row_side(p0, at.k_start, rules, batch, C))
     lo, mid, top, hi = key_range(p0, p1, rules, C)
     if C.masked:
         for t in tl.range(lo, hi - (top - mid), C.block_n, num_stages=C.stages):
             n0 = tl.where(t < mid, t, t + (top - mid))
-            acc_MD = _dq_step(acc_MD, q_MD, do_ME, per_row, p0, n0, position_M, site, k, v, strides, rules, batch,
+            acc_MD = _dq_step(acc_MD, q_MD, do_ME, per_row, n0, position_M, site, k, v, strides, rules, batch,
                               numbers, tables, True, C)  # fmt: skip
     for n0 in tl.range(mid, top, C.block_n, num_stages=C.stages):
-        acc_MD = _dq_step(acc_MD, q_MD, do_ME, per_row, p0, n0, position_M, site, k, v, strides, rules, batch, numbers,
+        acc_MD = _dq_step(acc_MD, q_MD, do_ME, per_row, n0, position_M, site, k, v, strides, rules, batch, numbers,
                           tables, False, C)  # fmt: skip
     return acc_MD
 
@@ -189,8 +189,8 @@ def _dkv_step(dk_ND, dv_NE, k_ND, v_NE, m0, columns, head, at, q, do, lse, delta
     row_M = m0 + tl.arange(0, C.block_m)
     position_M = row_M + rules.first_position
     i = position_M[None, :]
-    j = columns.position[:, None]
-    rows = row_side(position_M, k_start, rules, batch, C)
+    j = (columns.first + tl.arange(0, C.block_n))[:, None]
+    rows = row_side(m0 + rules.first_position, k_start, rules, batch, C)
     x_NM, scale = biased_scores(k_ND, tl.trans(q_MD), rows, columns, head, batch, numbers, tables, True, C)
     dp_NM = dot(v_NE, tl.trans(do_ME), C=C)
     lse_M, delta_M, inverse_M = _row_numbers(lse, delta, head, out_start + row_M, row_M < q_length, batch, numbers, C)
@@ -212,7 +212,7 @@ def _dkv_sample(dk_ND, dv_NE, k_ND, v_NE, at, n0, head, q, do, lse, delta, strid
                 C: tl.constexpr):  # fmt: skip
     """Add one sample's and one query head's part of dk and dv for one tile of keys."""
     rules = sample_rules(at.q_length, at.k_length, at.targets, at.context, numbers, C)
-    columns = column_side(n0 + tl.arange(0, C.block_n), at.k_start, rules, batch, C)
+    columns = column_side(n0, at.k_start, rules, batch, C)
     if C.rules:
         early, lo, mid, top, hi = row_range(n0, tl.minimum(n0 + C.block_n, at.k_length), rules, C)
         lo = lo - early  # rows 0..early and lo..mid and top..hi, joined

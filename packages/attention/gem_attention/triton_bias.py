@@ -55,37 +55,38 @@ class Tables(NamedTuple):
 
 
 class Side(NamedTuple):
-    """The rows or the columns of a tile: positions, int32 times, and the least and the greatest of those."""
+    """The rows or the columns of a tile: first position, int32 times, and the least and the greatest of those."""
 
-    position: tl.tensor
+    first: tl.tensor
     time: tl.tensor
     least: tl.tensor
     greatest: tl.tensor
 
 
 @triton.jit
-def _side(position, at, k_start, rules, batch, C: tl.constexpr):
-    """Positions, with the times found at positions `at` of the sequence, clamped."""
+def _side(first, ahead, k_start, rules, batch, SIZE: tl.constexpr, C: tl.constexpr):
+    """Positions first .. first + SIZE with the times of those `ahead` further on, inside the sequence."""
     if C.time_bias != "":
         last = tl.maximum(rules.length - 1, 0)
-        first = tl.load(batch.timestamps + 2 * k_start.to(tl.int64))
-        place = (k_start + tl.minimum(tl.maximum(at, 0), last)).to(tl.int64)
-        t = tl.load(batch.timestamps + 2 * place) - first
-        side = Side(position, t, tl.min(t, 0), tl.max(t, 0))
+        zero = tl.load(batch.timestamps + 2 * k_start.to(tl.int64))
+        at = first + ahead + tl.arange(0, SIZE)
+        at = (k_start + tl.minimum(tl.maximum(at, 0), last)).to(tl.int64)
+        t = tl.load(batch.timestamps + 2 * at) - zero
+        side = Side(first, t, tl.min(t, 0), tl.max(t, 0))
     else:
-        side = Side(position, position, 0, 0)
+        side = Side(first, 0, 0, 0)
     return side
 
 
 @triton.jit
-def row_side(position, k_start, rules, batch, C: tl.constexpr):
+def row_side(p0, k_start, rules, batch, C: tl.constexpr):
     """Rows use the time of what follows them."""
-    return _side(position, position + 1, k_start, rules, batch, C)
+    return _side(p0, 1, k_start, rules, batch, C.block_m, C)
 
 
 @triton.jit
-def column_side(position, k_start, rules, batch, C: tl.constexpr):
-    return _side(position, position, k_start, rules, batch, C)
+def column_side(n0, k_start, rules, batch, C: tl.constexpr):
+    return _side(n0, 0, k_start, rules, batch, C.block_n, C)
 
 
 @triton.jit
@@ -119,22 +120,25 @@ def _gaps(rows, columns, batch, numbers, TRANSPOSED: tl.constexpr, C: tl.constex
 @triton.jit
 def bias_of(rows, columns, head, batch, numbers, tables, TRANSPOSED: tl.constexpr, C: tl.constexpr):
     """The bias of a tile, (M, N), or (N, M) if TRANSPOSED."""
+    # j - i = (first column - first row) + (known at compile time), so that only one address is worked out
     if TRANSPOSED:
-        distance = columns.position[:, None] - rows.position[None, :]
+        step = tl.arange(0, C.block_n)[:, None] - tl.arange(0, C.block_m)[None, :]
     else:
-        distance = columns.position[None, :] - rows.position[:, None]
+        step = tl.arange(0, C.block_n)[None, :] - tl.arange(0, C.block_m)[:, None]
     bias = 0.0
     if C.position_bias:
-        bias = tl.load(tables.position + (head // tables.position_group * tables.width + tables.center) + distance)
+        start = head // tables.position_group * tables.width + tables.center + columns.first - rows.first
+        bias = tl.load(tables.position + start + step)
     if C.time_bias != "":
         gap, farthest, bucket = _gaps(rows, columns, batch, numbers, TRANSPOSED, C)
         weights = tables.time + head // tables.time_group * C.time_count
-        by_time = tl.zeros_like(distance).to(tl.float32) + tl.load(weights + bucket)
+        by_time = tl.zeros_like(step).to(tl.float32) + tl.load(weights + bucket)
         bound = tl.load(batch.time_bounds + bucket + 1)
-        while bound <= farthest:
-            bucket += 1
-            by_time = tl.where(gap >= bound, tl.load(weights + bucket), by_time)
-            bound = tl.load(batch.time_bounds + bucket + 1)
+        if bound <= farthest:  # Triton pipelines a loop that holds a loop only where that is inside a branch
+            while bound <= farthest:
+                bucket += 1
+                by_time = tl.where(gap >= bound, tl.load(weights + bucket), by_time)
+                bound = tl.load(batch.time_bounds + bucket + 1)
         bias += by_time
     return bias
 
@@ -162,14 +166,14 @@ def _add(at, value):
 
 
 @triton.jit
-def add_table_gradients(ds_MN, p0, n0, rows, columns, batch, numbers, tables, C: tl.constexpr):
-    """Add a tile of dS (zero where no pair is) to this program's buffers. p0, n0: its first row and column position."""
+def add_table_gradients(ds_MN, rows, columns, batch, numbers, tables, C: tl.constexpr):
+    """Add a tile of dS, zero where no pair is, to this program's buffers."""
     program = tl.program_id(0).to(tl.int64)
     if C.position_bias:
         e_N = tl.arange(0, C.block_n)
         turned = tl.arange(0, C.block_m)[:, None] + e_N[None, :]
         turned_MN = tl.gather(ds_MN, turned % C.block_n, 1)
-        at = tables.position_part + program * tables.width + (tables.center + n0 - p0) + e_N
+        at = tables.position_part + program * tables.width + (tables.center + columns.first - rows.first) + e_N
         for wrap in tl.static_range((C.block_m + C.block_n - 2) // C.block_n + 1):
             part_N = tl.sum(tl.where(turned // C.block_n == wrap, turned_MN, 0.0), 0)
             _add(at - wrap * C.block_n, part_N)

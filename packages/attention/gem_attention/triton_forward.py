@@ -35,7 +35,7 @@ def _step(acc_ME, top_M, sum_M, q_MD, n0, position_M, site, k, v, strides, rules
     column_N = n0 + tl.arange(0, C.block_n)
     i = position_M[:, None]
     j = column_N[None, :]
-    columns = column_side(column_N, k_start, rules, batch, C)
+    columns = column_side(n0, k_start, rules, batch, C)
     x_MN, scale = biased_scores(q_MD, tl.trans(k_ND), rows, columns, head, batch, numbers, tables, False, C)
     if C.softmax:
         x_MN = x_MN * (scale * LOG2E)
@@ -71,7 +71,7 @@ def forward_kernel(q, k, v, out, lse, strides, batch, numbers, tables, C: tl.con
     p1 = tl.minimum(m0 + C.block_m, at.q_length) + rules.first_position
     position_M = p0 + tl.arange(0, C.block_m)
     lo, mid, top, hi = key_range(p0, p1, rules, C)
-    site = (at.k_start, kv_head, head, row_side(position_M, at.k_start, rules, batch, C))
+    site = (at.k_start, kv_head, head, row_side(p0, at.k_start, rules, batch, C))
 
     acc_ME = tl.full([C.block_m, C.block_e], 0.0, tl.float32)
     top_M = tl.full([C.block_m], float("-inf"), tl.float32)

@@ -143,6 +143,11 @@ def _tiles_for(p: Problem, kernel: Kernel, chosen: Tiles | None) -> Tiles:
     return chosen or pick_tiles(kernel, p.spec, dim=p.q.shape[2], v_dim=p.v.shape[2], float32=float32)
 
 
+def default_tiles(p: Problem, kernel: Kernel) -> Tiles:
+    """The tiles a kernel gets when none are named."""
+    return _tiles_for(p, kernel, None)
+
+
 def _reader(x: Tensor, tiles: Tiles, rows: int, width: int) -> Any:
     """What a kernel reads x through: a descriptor that clips at a sequence's end, or x itself."""
     return create_ragged_descriptor(x, [rows, 1, width]) if tiles.tma else x
