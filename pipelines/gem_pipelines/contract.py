@@ -12,9 +12,9 @@ from gem_pipelines.errors import RunError
 
 REQUIRED: dict[str, tuple[int, int]] = {
     "gem_data": (1, 0),
-    "gem_embeddings": (1, 1),
+    "gem_embeddings": (1, 2),
     "gem_attention": (1, 0),
-    "gem_comm": (1, 0),
+    "gem_comm": (1, 1),
 }
 
 

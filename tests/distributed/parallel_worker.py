@@ -34,7 +34,7 @@ BATCH = 29  # of 320 rows: the twelfth batch of an epoch has one row, so all ran
 DHEN = InteractionConfig(
     kind="dhen", fm_tokens=2, linear_tokens=2, rank=4, hidden=(16,), members=("fm", "linear", "dcn", "mlp"), dcn_rank=4
 )
-EXPERTS = InteractionConfig(kind="experts", fm_tokens=4, linear_tokens=4, rank=4, hidden=(16,), experts=4)
+EXPERTS = InteractionConfig(kind="experts", fm_tokens=8, linear_tokens=8, rank=4, hidden=(16,), experts=8)
 
 
 def config_of(run: dict[str, Any], data: str) -> Any:
@@ -51,7 +51,7 @@ def config_of(run: dict[str, Any], data: str) -> Any:
             accumulate=run.get("accumulate", 1),
         ),
         model=dataclasses.replace(base.model, interaction=interaction),
-        train=dataclasses.replace(base.train, steps=run.get("total", 14), survey_rows=0),
+        train=dataclasses.replace(base.train, steps=run.get("total", 20), survey_rows=0),
         parallel=ParallelConfig(**run["parallel"]),
     )
 

@@ -1,9 +1,11 @@
 """Any factorization trains the model of one process: losses, norms, the whole training state and predictions.
 
-14 steps of the debug model with an interaction that has experts, on the same global batches of 29 of 320 rows: the
-twelfth has one row, so that all ranks but one are without rows in it. Every difference is rounding: 1e-5 absolute in
-parameters, moments and predictions (all of order 1), relative in losses. AdamW hides a wrong scale of gradients, so
-the moments and the norm before clipping are compared as well.
+20 steps of the debug model with an interaction that has experts, row-wise AdaGrad and AdamW, on the same global batches
+of 29 of 320 rows: the twelfth has one row, so that all ranks but one are without rows in it. Every difference is
+rounding: 1e-5 absolute in parameters, moments and predictions (all of order 1), relative in losses. AdamW hides a wrong
+scale of gradients, so the moments and the norm before clipping are compared as well.
+
+Each axis alone and mixtures, over 1, 2, 4 and 8 processes. Worlds of 4 and 8 are `slow` as well as `distributed`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
-STEPS, HALF = 14, 8
+STEPS, HALF = 20, 8
 
 ONE: dict[str, dict[str, Any]] = {
     "one": {"save": HALF},
@@ -46,26 +48,44 @@ AVERAGED: dict[str, dict[str, Any]] = {
     "average.sliced": {"parallel": {**AVERAGE, "fully_sharded": True}},
     "average.whole": {"parallel": AVERAGE},
 }
+SLICED = {"fully_sharded": True}
 FOUR: dict[str, dict[str, Any]] = {
+    "shard4": {"parallel": {"shard": 4}},
+    "replicate4": {"parallel": {"replicate": 4}},
+    "expert4": {"parallel": {"expert": 4}},
+    "table_replica4": {"parallel": {"table_replica": 4}},
+    "table_replica4.sliced": {"parallel": {"table_replica": 4, **SLICED}},
     "shard2.expert2": {"parallel": {"shard": 2, "expert": 2}},
     "shard2.replicate2.table2x2": {"parallel": {"shard": 2, "table_replica": 2}},
-    "expert2.replicate2.sliced2x2": {"parallel": {"expert": 2, "table_replica": 2, "fully_sharded": True}},
-    "shard2.expert2.sliced2x2": {
-        "parallel": {"shard": 2, "expert": 2, "table_replica": 2, "fully_sharded": True},
-        "save": HALF,
-    },
+    "expert2.replicate2.sliced2x2": {"parallel": {"expert": 2, "table_replica": 2, **SLICED}},
+    "shard2.expert2.sliced2x2": {"parallel": {"shard": 2, "expert": 2, "table_replica": 2, **SLICED}, "save": HALF},
     "expert4.experts": {"parallel": {"expert": 4, "table_replica": 4}, "model": "experts"},
-    "shard4.sliced1x4": {"parallel": {"shard": 4, "table_replica": 4, "fully_sharded": True}},
+    "shard4.sliced1x4": {"parallel": {"shard": 4, "table_replica": 4, **SLICED}},
     "mixed.from.one": {"parallel": {"shard": 2, "expert": 2, "table_replica": 2}, "resume": "one"},
 }
-EIGHT: dict[str, dict[str, Any]] = {
+EIGHT_ALONE: dict[str, dict[str, Any]] = {
+    "shard8": {"parallel": {"shard": 8}},
+    "replicate8": {"parallel": {"replicate": 8}},
+    "expert8.experts": {"parallel": {"expert": 8}, "model": "experts"},
+    "table_replica8": {"parallel": {"table_replica": 8}},
+    "table_replica8.sliced": {"parallel": {"table_replica": 8, **SLICED}},
+}
+EIGHT_MIXED: dict[str, dict[str, Any]] = {
     "expert2.shard2.replicate2.table4x2": {
         "parallel": {"expert": 2, "shard": 2, "replicate": 2, "table_shard": 4, "table_replica": 2}
     },
-    "expert4.shard2.sliced2x4": {
-        "parallel": {"expert": 4, "shard": 2, "table_replica": 4, "fully_sharded": True},
+    "expert2.shard2.replicate2.sliced4x2": {
+        "parallel": {"expert": 2, "shard": 2, "replicate": 2, "table_replica": 2, **SLICED}
     },
-    "shard2.replicate4.table8": {"parallel": {"shard": 2, "replicate": 4, "table_shard": 8}},
+    "expert2.shard4.table2x4": {"parallel": {"expert": 2, "shard": 4, "table_replica": 4}},
+    "expert4.shard2.sliced2x4": {"parallel": {"expert": 4, "shard": 2, "table_replica": 4, **SLICED}},
+    "expert4.replicate2.table1x8.experts": {
+        "parallel": {"expert": 4, "replicate": 2, "table_replica": 8},
+        "model": "experts",
+    },
+    "expert2.replicate4.table8": {"parallel": {"expert": 2, "replicate": 4}},
+    "shard2.replicate4.sliced1x8": {"parallel": {"shard": 2, "replicate": 4, "table_replica": 8, **SLICED}},
+    "shard4.replicate2.table4x2": {"parallel": {"shard": 4, "replicate": 2, "table_replica": 2}},
 }
 BACK: dict[str, dict[str, Any]] = {"one.from.four": {"resume": "shard2.expert2.sliced2x2"}}
 
@@ -93,7 +113,7 @@ def launch(out: Path, data: Path, world_size: int, runs: dict[str, dict[str, Any
         for rank in range(world_size)
     ]
     try:
-        errors = [process.communicate(timeout=600)[1] for process in ranks]
+        errors = [process.communicate(timeout=900)[1] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -162,15 +182,27 @@ def test_four_processes(four, name):
 
 
 @pytest.fixture(scope="module")
-def eight(out: Path, data: Path) -> Path:
-    launch(out, data, 8, EIGHT)
+def eight_alone(out: Path, data: Path) -> Path:
+    launch(out, data, 8, EIGHT_ALONE)
+    return out
+
+
+@pytest.fixture(scope="module")
+def eight_mixed(out: Path, data: Path) -> Path:
+    launch(out, data, 8, EIGHT_MIXED)
     return out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EIGHT)
-def test_eight_processes(eight, name):
-    assert_same_training(eight, name, oracle_of(name, EIGHT[name]))
+@pytest.mark.parametrize("name", EIGHT_ALONE)
+def test_eight_processes_one_axis(eight_alone, name):
+    assert_same_training(eight_alone, name, oracle_of(name, EIGHT_ALONE[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EIGHT_MIXED)
+def test_eight_processes_mixed(eight_mixed, name):
+    assert_same_training(eight_mixed, name, oracle_of(name, EIGHT_MIXED[name]))
 
 
 @pytest.mark.slow

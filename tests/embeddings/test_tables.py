@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import subprocess
 import sys
@@ -12,10 +13,10 @@ import torch
 import torch.distributed as dist
 from gem_embeddings import initial, testing
 from gem_embeddings.api import build_tables
-from gem_embeddings.interface import RowWiseAdagrad, TableSpec
+from gem_embeddings.interface import PlannerInputs, RowWiseAdagrad, TableSpec
 from gem_embeddings.reference import rowwise_adagrad_
 from gem_embeddings.testing import CHECKS, SPECS, Quirks
-from gem_embeddings.torchrec_tables import place_tables
+from gem_embeddings.torchrec_tables import _Collections, _decide, place_tables
 
 ROW_WISE = {spec.name: "row_wise" for spec in SPECS}
 
@@ -81,7 +82,7 @@ def test_placement_is_largest_first():
         ({"rows": 0}, "rows >= 1"),
         ({"dim": 6}, "multiple of 4"),
         ({"pooling": "max"}, "pooling must be one of"),
-        ({"features": ("x",)}, "looks up both table"),
+        ({"features": ("x", "x")}, "given twice"),
         ({"name": "one"}, "given twice"),
     ],
 )
@@ -130,3 +131,53 @@ def test_the_readme_example_runs():
     readme = Path(initial.__file__).parents[1] / "README.md"
     code = readme.read_text().split("```python\n")[1].split("```")[0]
     exec(compile(code, str(readme), "exec"), {})
+
+
+def test_the_planner_places_tables_within_constraints_and_memory(one_process):
+    """The large table is cut and the small one whole; what is given stays; what does not fit is said."""
+    specs = [
+        TableSpec(name="big", rows=10_000_000, dim=64, features=("a",)),
+        TableSpec(name="mid", rows=1_000_000, dim=64, features=("b", "c")),
+        TableSpec(name="small", rows=3, dim=64, features=("d",)),
+        TableSpec(name="bags", rows=500_000, dim=64, features=("e",), pooling="mean"),
+    ]
+    inputs = PlannerInputs(rows_per_rank=2048, mean_ids={"a": 50.0}, memory_bytes=1.5e9, host_memory_bytes=1.5e9)
+    cpu = torch.device("cpu")
+
+    def decide(inputs, given):
+        return _decide(_Collections(specs), specs, given, inputs, 4, cpu)
+
+    found = decide(inputs, {})
+    assert found["big"] is None  # 2.6 GB in ranks of 1.5 GB
+    assert found["small"] in range(4)  # 3 rows cannot be cut over 4 ranks
+    assert found == decide(inputs, {}), "another plan on another rank"
+    assert decide(inputs, {"mid": "table_wise"})["mid"] in range(4)
+    assert decide(inputs, {"mid": "row_wise"})["mid"] is None
+    with pytest.raises(ValueError, match=r"no place for the tables on 4 ranks with 2e\+08 bytes"):
+        decide(dataclasses.replace(inputs, memory_bytes=2e8, host_memory_bytes=2e8), {})
+
+
+def test_planned_tables_train_as_others(one_process):
+    def planned(specs, optimizer, seed):
+        return build_tables(specs, optimizer=optimizer, seed=seed, planner=PlannerInputs(rows_per_rank=8))
+
+    testing.check_training(planned, Quirks())
+    assert planned(SPECS, testing.OPTIMIZER, 0).placement().keys() == {spec.name for spec in SPECS}
+
+
+def test_placement_is_named(one_process):
+    tables = build_tables(SPECS, optimizer=RowWiseAdagrad(), seed=0, sharding={"item": "row_wise"})
+    assert tables.placement() == {
+        "item": "rows over 1 ranks",
+        "shop": "whole on rank 0",
+        "tag": "whole on rank 0",
+        "word": "whole on rank 0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("share", "words"), [(0.0, "above 0"), (1.5, "at most 1"), (0.2, "needs CUDA, the device is 'cpu'")]
+)
+def test_a_cache_that_cannot_be(one_process, share, words):
+    with pytest.raises(ValueError, match=words):
+        build_tables(SPECS, optimizer=RowWiseAdagrad(), seed=0, cache_share=share)

@@ -1,6 +1,7 @@
 """What gem_comm promises: a cluster as tiers, ranks laid out on it, and collectives over one axis of the mesh.
 
 1.0  first version
+1.1  Collectives.begin
 
 Words: a *tier* is a level of the network (host, zone, spine), fastest first. An *axis* is a dimension of a mesh. A
 *group* is the ranks that differ in one axis only; collectives run over groups. The dense model and the tables divide
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gem_comm import validation
 
-INTERFACE_VERSION = (1, 0)
+INTERFACE_VERSION = (1, 1)
 
 DENSE_AXES = ("expert", "shard", "replicate")
 TABLE_AXES = ("table_shard", "table_replica")
@@ -240,6 +241,10 @@ class Collectives(ABC):
         """Check and begin a call; compute meanwhile, then `wait()`. CommError says what is wrong with it."""
         validation.check_call(self, call)
         return self.launch(call)
+
+    def begin(self, kind: Kind, x: Tensor) -> Pending:
+        """Begin a call that is told by its kind and x alone: a sum for reductions."""
+        return self.start(Call(kind=kind, x=x))
 
     def all_gather(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Rows of all ranks: (r, ...) -> (n * r, ...)."""

@@ -196,6 +196,7 @@ def check_out(comm: Collectives, quirks: Quirks) -> None:
         assert found.data_ptr() == out.data_ptr(), "out was not used"
         expected = torch.cat([values(i, (2, 3), torch.float32) for i in range(comm.size)])
         assert torch.equal(out.cpu(), expected), "all_gather into out"
+        assert torch.equal(comm.begin("all_gather", mine).wait().cpu(), expected), "all_gather, begun"
         strided = values(comm.rank, (3, 2), torch.float32).to(quirks.device).t()
         expected = torch.cat([values(i, (3, 2), torch.float32).t() for i in range(comm.size)])
         assert torch.equal(comm.all_gather(strided).cpu(), expected), "all_gather of a view with strides"

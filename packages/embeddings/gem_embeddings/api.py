@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from gem_embeddings.interface import Policy, Replicas, RowWiseAdagrad, Tables, TableSpec
+from gem_embeddings.interface import PlannerInputs, Policy, Replicas, RowWiseAdagrad, Tables, TableSpec
 from gem_embeddings.policies import check_policies
-from gem_embeddings.validation import check_optimizer, check_replicas, check_specs
+from gem_embeddings.validation import check_optimizer, check_replicas, check_specs, rows_suffice
+
+__all__ = ["IMPLS", "SHARDINGS", "Impl", "Sharding", "build_tables", "rows_suffice"]
 
 Impl = Literal["torchrec", "reference"]
 Sharding = Literal["table_wise", "row_wise"]
@@ -26,6 +28,8 @@ def build_tables(
     sharding: Mapping[str, Sharding] | None = None,
     replicas: Replicas | None = None,
     policies: Mapping[str, Policy] | None = None,
+    planner: PlannerInputs | None = None,
+    cache_share: float | None = None,
 ) -> Tables:
     """All tables of `specs`, initialised from `seed` and the tables' names, with the optimizer fused into backward.
 
@@ -37,6 +41,10 @@ def build_tables(
                    result does not depend on it; "reference" checks and ignores it.
     replicas       copies of the tables: process_group then holds one copy, replicas.exchange joins the ranks that hold
                    the same part in every copy. "reference" holds every table whole and takes none.
+    planner        let TorchRec's planner choose kind and rank of every table that `sharding` does not name, instead of
+                   whole tables, largest first to the least loaded rank. "reference" ignores it, as it does `sharding`
+    cache_share    CUDA: tables live in host memory (UVM), and so large a share of their rows is cached on the device.
+                   None: on the device. The result does not depend on it. Without replicas
     policies       feature -> "error" (default), "drop" or "hash": what happens to ids outside the table
 
     Gradients: what a table's row receives is the sum over ranks divided by the world size W (all copies' ranks), as in
@@ -58,6 +66,8 @@ def build_tables(
     if replicas is not None:
         check_replicas(replicas)
     if impl == "reference":
+        if cache_share is not None:
+            raise ValueError('impl="reference" has no cache: leave cache_share out')
         if replicas is not None:
             raise ValueError('impl="reference" holds every table whole on each rank: give process_group, no replicas')
         from gem_embeddings.reference import ReferenceTables
@@ -77,5 +87,7 @@ def build_tables(
             sharding=sharding,
             replicas=replicas,
             policies=policies,
+            planner=planner,
+            cache_share=cache_share,
         )
     raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")

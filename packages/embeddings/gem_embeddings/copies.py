@@ -35,7 +35,7 @@ from gem_embeddings.rowwise import step_rows_
 
 
 class Copies(ABC):
-    """This rank's part of one copy. Around lookup and update there may be nothing to do, so those four are no-ops here.
+    """This rank's part of one copy. Around lookup and update there may be nothing to do, so those five are no-ops here.
 
     fused_adagrad  FBGEMM makes the whole step; otherwise it is built as SGD with learning rate 1
     """
@@ -47,6 +47,9 @@ class Copies(ABC):
         self.eps = optimizer.eps
         self.lr = optimizer.lr
         self._lookups = 0
+
+    def start_lookup(self) -> None:  # noqa: B027
+        """A lookup comes next, whose ids may still be under way."""
 
     def before_lookup(self) -> None:  # noqa: B027
         """Weights are readable after this."""
@@ -113,17 +116,26 @@ class SingleCopy(Copies):
         set_kernel_rate(self.tables, lr)
 
     def state(self) -> list[tuple[Tensor, Tensor]]:
+        for kernel in kernels_of(self.tables):
+            kernel.flush()  # rows cached on the device go back to host memory; nothing where there is no cache
         return [(table.weight, table.fused_momentum()) for table in self.tables]
 
     def load(self, state: Sequence[tuple[Tensor, Tensor]]) -> None:
         for table, (weight, momentum) in zip(self.tables, state, strict=True):
             table.weight.copy_(weight)
             table.fused_momentum().copy_(momentum)
+        for kernel in kernels_of(self.tables):
+            kernel.reset_cache_states()
+
+
+def kernels_of(tables: Sequence[LocalTable]) -> list[Any]:
+    """FBGEMM's modules, each once."""
+    return list({id(table.kernel): table.kernel for table in tables}.values())
 
 
 def set_kernel_rate(tables: Sequence[LocalTable], lr: float) -> None:
     """Learning rate inside FBGEMM; one kernel holds several tables."""
-    for kernel in {id(table.kernel): table.kernel for table in tables}.values():
+    for kernel in kernels_of(tables):
         kernel.set_learning_rate(lr)
 
 
@@ -139,7 +151,7 @@ class SummedCopies(Copies):
         self._touched: dict[tuple[int, int], Tensor] = {}
         self._rows: list[Tensor] = []
         self._aside: list[Tensor] = []
-        for kernel in {id(table.kernel): table.kernel for table in tables}.values():
+        for kernel in kernels_of(tables):
             kernel.register_forward_pre_hook(self._note_rows, with_kwargs=True)
 
     def _note_rows(self, kernel: Any, args: Any, kwargs: dict[str, Any]) -> None:

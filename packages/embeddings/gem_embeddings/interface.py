@@ -2,17 +2,21 @@
 
 1.0  first version
 1.1  copies of the tables (`Replicas`, `Exchange`); what happens to ids outside their table (`Policy`), counted
+1.2  weighted ids (`TableSpec.weighted`); a feature may look up several tables; `Tables.prepare`: ids travel ahead;
+     `PlannerInputs`: TorchRec's planner places the tables; `Tables.placement`: which rank holds what;
+     `Exchange.begin`: slices of fully sharded tables travel beside other work
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-INTERFACE_VERSION = (1, 1)
+INTERFACE_VERSION = (1, 2)
 
 Pooling = Literal["none", "sum", "mean"]
 Policy = Literal["error", "drop", "hash"]
@@ -25,10 +29,15 @@ class TableSpec:
 
     name       unique; also the canonical checkpoint key, whatever the sharding
     rows, dim  shape; valid ids are 0 <= id < rows
-    features   KeyedJaggedTensor keys that look up this table
+    features   KeyedJaggedTensor keys that look up this table. A feature that looks up several tables comes out once
+               for each, as "<feature>@<table>"; its policy, if any, is applied in each
     pooling    "none": one vector per id (sequences and scalars); "sum" or "mean": one vector per row of the batch
     init_std   standard deviation of the normal initialisation, drawn from `seed` and the table's name, so that the
                same table has the same start values under every sharding and world size
+    weighted   pooling "sum" only: the sum of weight * row, with the float32 weights that the KeyedJaggedTensor carries;
+               they are data and get no gradient. Weights of other tables' features are not read
+
+    Example: weights [0.5, 2] for ids [3, 3] give 2.5 * row 3, and row 3 receives 2.5 times the bag's gradient.
     """
 
     name: str
@@ -37,6 +46,7 @@ class TableSpec:
     features: tuple[str, ...]
     pooling: Pooling = "none"
     init_std: float = 0.01
+    weighted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +60,14 @@ class RowWiseAdagrad:
     eps: float = 1e-8
 
 
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Tensor:
+        """The result; call once."""
+        ...
+
+
 class Exchange(Protocol):
     """Collectives over the ranks that hold copies of the same part of the tables; whoever composes passes them in.
 
@@ -57,6 +75,7 @@ class Exchange(Protocol):
     all_gather      (r, ...) -> (size * r, ...), in the order of ranks; integers and floats
     reduce_scatter  (size * r, ...) -> (r, ...), the sum; floats
     all_reduce      a new tensor of the same shape, the sum; floats
+    begin           starts an all_gather or reduce_scatter that other work may run beside
     Sums must be the same bits on every rank that receives them.
     """
 
@@ -68,6 +87,8 @@ class Exchange(Protocol):
     def reduce_scatter(self, x: Tensor) -> Tensor: ...
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
+
+    def begin(self, kind: Literal["all_gather", "reduce_scatter"], x: Tensor) -> Pending: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +110,32 @@ class Replicas:
     moment_scaling: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlannerInputs:
+    """What TorchRec's planner needs to know to place tables.
+
+    rows_per_rank        rows of the batch that one rank brings
+    mean_ids             feature -> ids a row; 1 where it is not named
+    memory_bytes         of one rank's device, that tables may fill; host_memory_bytes: of its host's part
+    ranks_per_host       how many share a host
+    host_bytes_per_s, network_bytes_per_s   of one rank in one direction, within a host and between hosts
+    """
+
+    rows_per_rank: int
+    mean_ids: Mapping[str, float] = field(default_factory=dict)
+    memory_bytes: float = 32e9
+    host_memory_bytes: float = 128e9
+    ranks_per_host: int = 8
+    host_bytes_per_s: float = 300e9
+    network_bytes_per_s: float = 50e9
+
+
+class Prepared(Protocol):
+    """Ids of one batch on their way to the ranks that own their rows; given once to the tables that prepared them."""
+
+    used: bool
+
+
 class Tables(Protocol):
     """A module that holds all tables.
 
@@ -99,21 +146,32 @@ class Tables(Protocol):
     its feature's policy: "error" raises before anything is looked up; "drop" gives no vector to a bag, and zeros in
     place of a single vector; "hash" looks up another row, never row 0. With copies: one forward, one backward, in turn.
 
+    prepare(ids) -> Prepared: checks ids, applies policies and starts their exchange; reads no weight, so it may run
+        while another batch is computed, before its update. look_up(prepared) goes on as __call__(ids) would. A
+        collective: all ranks prepare the same batches in the same order. On CUDA the work is on a stream of its own;
+        ids that are still on the CPU are copied there, and wait for nothing else.
     table_state() -> table name -> {"weight": (rows, dim) float32, "momentum": (rows,) float32}, whole (unsharded),
         on CPU, on every rank that asks for it together (a collective).
     load_table_state(state)   the inverse; a missing or extra table, or another shape, is a ValueError listing all
         mismatches, and nothing is applied.
     set_learning_rate(lr)     for schedules.
+    placement() -> table name -> how it lies on the ranks of one copy: "whole on rank 1", "rows over 4 ranks".
     policy_counts() -> feature -> {"ids": n, "outside": n}, of this rank since it was built, for features whose policy
         is not "error".
     """
 
     def __call__(self, ids: KeyedJaggedTensor) -> dict[str, Tensor]: ...
 
+    def prepare(self, ids: KeyedJaggedTensor) -> Prepared: ...
+
+    def look_up(self, prepared: Prepared) -> dict[str, Tensor]: ...
+
     def table_state(self) -> dict[str, dict[str, Tensor]]: ...
 
     def load_table_state(self, state: dict[str, dict[str, Tensor]]) -> None: ...
 
     def set_learning_rate(self, lr: float) -> None: ...
+
+    def placement(self) -> dict[str, str]: ...
 
     def policy_counts(self) -> dict[str, dict[str, int]]: ...

@@ -95,6 +95,8 @@ class IdPolicies:
             return ids, {}
         keys = ids.keys()
         values = list(ids.values().split(ids.length_per_key()))
+        weights = ids.weights_or_none()
+        weights_of = None if weights is None else list(weights.split(ids.length_per_key()))
         lengths = list(ids.lengths().view(len(keys), -1).unbind()) if ids.stride() else []
         kept: dict[str, Tensor] = {}
         for number, key in enumerate(keys):
@@ -111,10 +113,13 @@ class IdPolicies:
             else:
                 kept[key] = ~outside_N
                 values[number] = own_N[kept[key]]
+                if weights_of is not None:
+                    weights_of[number] = weights_of[number][kept[key]]
                 if lengths:
                     lengths[number] = _kept_per_row(kept[key], lengths[number])
         flat = torch.cat(lengths) if lengths else ids.lengths()
-        return KeyedJaggedTensor(keys=keys, values=torch.cat(values), lengths=flat), kept
+        joined = None if weights_of is None else torch.cat(weights_of)
+        return KeyedJaggedTensor(keys=keys, values=torch.cat(values), lengths=flat, weights=joined), kept
 
     def fill_in(self, vectors: dict[str, Tensor], kept: dict[str, Tensor]) -> dict[str, Tensor]:
         """Zeros where single vectors of dropped ids would be."""

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from gem_embeddings.initial import initial_rows
-from gem_embeddings.interface import Policy, RowWiseAdagrad, TableSpec
+from gem_embeddings.interface import Policy, Prepared, RowWiseAdagrad, TableSpec
 from gem_embeddings.policies import IdPolicies
-from gem_embeddings.validation import check_learning_rate, check_state
+from gem_embeddings.sharing import SharedFeatures
+from gem_embeddings.validation import check_learning_rate, check_state, mark_used, own_prepared
 
 
 def rowwise_adagrad_(weight: Tensor, momentum: Tensor, ids: Tensor, grad: Tensor, *, lr: float, eps: float) -> None:
@@ -76,6 +77,17 @@ class _LookUp(torch.autograd.Function):
         return None, None, None
 
 
+class PreparedIds:
+    """See `interface.Prepared`."""
+
+    def __init__(self, ids: KeyedJaggedTensor, kept: dict[str, Tensor]) -> None:
+        self._ids, self._kept, self.used = ids, kept, False
+
+    def take(self) -> tuple[KeyedJaggedTensor, dict[str, Tensor]]:
+        mark_used(self)
+        return self._ids, self._kept
+
+
 class ReferenceTables(nn.Module):
     """See `gem_embeddings.interface.Tables`."""
 
@@ -98,8 +110,9 @@ class ReferenceTables(nn.Module):
             group = dist.group.WORLD
         if group is not None and dist.get_world_size(group) == 1:
             group = None
-        self.specs = tuple(specs)
-        self._policies = IdPolicies(specs, policies)
+        self._sharing = SharedFeatures(specs)
+        self.specs = self._sharing.specs
+        self._policies = IdPolicies(self.specs, self._sharing.policies(policies))
         self.tables = nn.ModuleDict(
             {spec.name: _Table(spec, seed=seed, group=group, device=device, dtype=dtype) for spec in specs}
         )
@@ -107,16 +120,28 @@ class ReferenceTables(nn.Module):
             table.lr, table.eps = optimizer.lr, optimizer.eps
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
+    def prepare(self, ids: KeyedJaggedTensor) -> PreparedIds:
+        """Checks and policies; nothing travels."""
+        return PreparedIds(*self._policies.apply(self._sharing.spread(ids)))
+
     def forward(self, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
         """Feature -> (N, dim) or (B, dim); see the interface."""
-        ids, kept = self._policies.apply(ids)
+        return self.look_up(self.prepare(ids))
+
+    def look_up(self, prepared: Prepared) -> dict[str, Tensor]:
+        """What `forward` gives for the ids that were prepared."""
+        ids, kept = own_prepared(prepared, PreparedIds).take()
         features = _split(ids)
+        weights = ids.weights_or_none()
+        weight_of = {} if weights is None else dict(zip(ids.keys(), weights.split(ids.length_per_key()), strict=True))
         out: dict[str, Tensor] = {}
         for spec in self.specs:
             values = [features[feature][0] for feature in spec.features]
             rows_ND = _LookUp.apply(self._anchor, torch.cat(values), self.tables[spec.name])
             for feature, part_ND in zip(spec.features, rows_ND.split([v.numel() for v in values]), strict=True):
                 lengths_B = features[feature][1]
+                if spec.weighted:
+                    part_ND = part_ND * weight_of[feature].to(part_ND.dtype)[:, None]
                 out[feature] = part_ND if spec.pooling == "none" else _pool(part_ND, lengths_B, spec.pooling)
         return self._policies.fill_in(out, kept)
 
@@ -133,6 +158,10 @@ class ReferenceTables(nn.Module):
         for name, entry in state.items():
             self.tables[name].weight.copy_(entry["weight"])
             self.tables[name].momentum.copy_(entry["momentum"])
+
+    def placement(self) -> dict[str, str]:
+        """Every table is whole on every rank."""
+        return dict.fromkeys(self.tables, "whole on every rank")
 
     def policy_counts(self) -> dict[str, dict[str, int]]:
         """Feature -> {"ids", "outside"} where the policy is not "error"."""

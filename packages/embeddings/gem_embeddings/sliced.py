@@ -1,14 +1,17 @@
 """Fully sharded copies: between steps a rank keeps 1 / M of the rows of each of its tables, and nothing else.
 
-    before_lookup   weights come into being, all slices are gathered into them
+    start_lookup    the gather of all slices begins; ids that are still under way travel beside it
+    before_lookup   weights come into being and take the slices
     lookup
     after_lookup    ...
 
 SlicedSums ("gradients", exact). After the lookup the weights are not needed again: the backward of a lookup reads none.
 Their memory is given back; before FBGEMM's backward it comes back as zeros and takes the summed gradients (see
 copies.py: a fused SGD that only subtracts), which are reduce-scattered; each rank then makes the row-wise AdaGrad step
-on its own slice, with moments that exist nowhere else. One all-gather and one reduce-scatter of the weights a step:
-less than keeping the copies' own steps and averaging them, which also moves moments, or gathers weights twice.
+on its own slice, with moments that exist nowhere else. The reduce-scatter is begun when backward is over, and waited
+for when the slices are needed again (lookup, state): the dense optimizer runs beside it. One all-gather and one
+reduce-scatter of the weights a step: less than keeping the copies' own steps and averaging them, which also moves
+moments, or gathers weights twice.
 
 SlicedAverages ("average", every step). Weights and moments are gathered, every copy's fused step changes its own, the
 mean is reduce-scattered. Weights stay in memory from lookup to update.
@@ -32,7 +35,7 @@ from torch import Tensor
 
 from gem_embeddings.averaged import moment_scale
 from gem_embeddings.copies import Copies, set_kernel_rate
-from gem_embeddings.interface import Exchange, Replicas, RowWiseAdagrad
+from gem_embeddings.interface import Exchange, Pending, Replicas, RowWiseAdagrad
 from gem_embeddings.local_tables import LocalTable
 from gem_embeddings.rowwise import step_all_
 
@@ -61,24 +64,33 @@ class Slices:
             mine = part[self._exchange.rank * count : (self._exchange.rank + 1) * count]
             own[: mine.shape[0]].copy_(mine)
 
-    def gather(self, whole: Sequence[Tensor]) -> None:
-        """Write everybody's slices into whole tensors."""
+    def start_gather(self) -> Pending | None:
+        """Begin to send this rank's slices; None: there are none."""
+        return self._exchange.begin("all_gather", self.flat) if self.flat.numel() else None
+
+    def gather(self, whole: Sequence[Tensor], pending: Pending | None = None) -> None:
+        """Write everybody's slices into whole tensors. pending: what `start_gather` gave."""
         if not self.flat.numel():
             return
-        every_ML = self._exchange.all_gather(self.flat).view(self._exchange.size, -1)
+        every_ML = (pending or self._exchange.begin("all_gather", self.flat)).wait().view(self._exchange.size, -1)
         for part, piece in zip(whole, every_ML.split(self._sizes, dim=1), strict=True):
             part.copy_(piece.reshape(-1, part.shape[1])[: part.shape[0]])
 
     def sum(self, whole: Sequence[Tensor]) -> Tensor:
         """The sum over copies of this rank's rows, as a buffer like `flat`."""
+        pending = self.start_sum(whole)
+        return self.flat.clone() if pending is None else pending.wait().view(-1)
+
+    def start_sum(self, whole: Sequence[Tensor]) -> Pending | None:
+        """Begin `sum`; `whole` may change after this. None: there are no rows."""
         if not self.flat.numel():
-            return self.flat.clone()
+            return None
         packed_ML = self.flat.new_zeros(self._exchange.size, self.flat.numel())
         for part, piece in zip(whole, packed_ML.split(self._sizes, dim=1), strict=True):
             padded = part.new_zeros(self._exchange.size * (piece.shape[1] // part.shape[1]), part.shape[1])
             padded[: part.shape[0]] = part
             piece.copy_(padded.view(self._exchange.size, -1))
-        return self._exchange.reduce_scatter(packed_ML.view(-1))
+        return self._exchange.begin("reduce_scatter", packed_ML.view(-1))
 
 
 class Memory:
@@ -117,10 +129,18 @@ class SlicedSums(Copies):
         self._momentum = Slices(moments, self._exchange)
         self.memory = Memory(self._whole)
         self.memory.give_back()
+        self._gathering: Pending | None = None
+        self._summing: tuple[Pending, float] | None = None  # and the learning rate of its step
+
+    def start_lookup(self) -> None:
+        self._finish()
+        self._gathering = self._weight.start_gather()
 
     def before_lookup(self) -> None:
+        self._finish()
+        pending, self._gathering = self._gathering, None
         self.memory.take()
-        self._weight.gather(self._whole)
+        self._weight.gather(self._whole, pending)
 
     def after_lookup(self, *, training: bool) -> None:
         self.memory.give_back()
@@ -131,10 +151,18 @@ class SlicedSums(Copies):
             weight.zero_()
 
     def after_update(self) -> None:
-        grads = self._weight.views(self._weight.sum(self._whole).div_(-self._exchange.size))
+        pending = self._weight.start_sum(self._whole)
+        self._summing = None if pending is None else (pending, self.lr)
         self.memory.give_back()
+
+    def _finish(self) -> None:
+        """The step of the last backward on this rank's slices, once its gradients are here."""
+        if self._summing is None:
+            return
+        (pending, lr), self._summing = self._summing, None
+        grads = self._weight.views(pending.wait().view(-1).div_(-self._exchange.size))
         for weight, momentum, grad in zip(self._weight.own, self._momentum.own, grads, strict=True):
-            step_all_(weight, momentum.view(-1), grad, lr=self.lr, eps=self.eps)
+            step_all_(weight, momentum.view(-1), grad, lr=lr, eps=self.eps)
 
     def state(self) -> list[tuple[Tensor, Tensor]]:
         self.before_lookup()
@@ -145,6 +173,7 @@ class SlicedSums(Copies):
         return [(weight, momentum.view(-1)) for weight, momentum in zip(weights, moments, strict=True)]
 
     def load(self, state: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._finish()
         self._weight.cut([weight for weight, _ in state])
         self._momentum.cut([momentum.view(-1, 1) for _, momentum in state])
 
@@ -160,19 +189,32 @@ class SlicedAverages(Copies):
         self._slices = Slices([*self._whole, *self._moments], self._exchange)
         self.memory = Memory([*self._whole, *self._moments])
         self.memory.give_back()
+        self._gathering: Pending | None = None
+        self._summing: Pending | None = None
+
+    def start_lookup(self) -> None:
+        self._finish()
+        self._gathering = self._slices.start_gather()
 
     def before_lookup(self) -> None:
+        self._finish()
+        pending, self._gathering = self._gathering, None
         self.memory.take()
-        self._slices.gather([*self._whole, *self._moments])
+        self._slices.gather([*self._whole, *self._moments], pending)
 
     def after_lookup(self, *, training: bool) -> None:
         if not training:
             self.memory.give_back()
 
     def after_update(self) -> None:
-        total = self._slices.sum([*self._whole, *self._moments])
-        self._slices.flat.copy_(total.div_(self._exchange.size))
+        self._summing = self._slices.start_sum([*self._whole, *self._moments])
         self.memory.give_back()
+
+    def _finish(self) -> None:
+        """The mean of the last step, once it is here."""
+        if self._summing is not None:
+            pending, self._summing = self._summing, None
+            self._slices.flat.copy_(pending.wait().view(-1).div_(self._exchange.size))
 
     def set_learning_rate(self, lr: float) -> None:
         set_kernel_rate(self.tables, lr * math.sqrt(self._scale))
@@ -185,5 +227,6 @@ class SlicedAverages(Copies):
         return found
 
     def load(self, state: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._finish()
         weights = [weight for weight, _ in state]
         self._slices.cut([*weights, *(momentum.view(-1, 1) * self._scale for _, momentum in state)])

@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from gem_embeddings.averaged import scaled_optimizer
 from gem_embeddings.initial import initial_rows
-from gem_embeddings.interface import Replicas, RowWiseAdagrad, Tables, TableSpec
+from gem_embeddings.interface import Prepared, Replicas, RowWiseAdagrad, Tables, TableSpec
 from gem_embeddings.reference import ReferenceTables
 
 Factory = Callable[[Sequence[TableSpec], RowWiseAdagrad, int], Tables]
@@ -54,6 +54,15 @@ class Quirks:
     error_factor: float = 3.0
 
 
+class _Begun:
+    def __init__(self, work: Any, out: Tensor) -> None:
+        self._work, self._out = work, out
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._out
+
+
 class GroupExchange:
     """An Exchange over a process group of torch.distributed, for tests."""
 
@@ -71,6 +80,16 @@ class GroupExchange:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         scatter(out, x.contiguous(), group=self.group)
         return out
+
+    def begin(self, kind: str, x: Tensor) -> _Begun:
+        size = self.size
+        if kind == "all_gather":
+            out = x.new_empty(x.shape[0] * size, *x.shape[1:])
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            return _Begun(gather(out, x.contiguous(), group=self.group, async_op=True), out)
+        out = x.new_empty(x.shape[0] // size, *x.shape[1:])
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return _Begun(scatter(out, x.contiguous(), group=self.group, async_op=True), out)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         out = x.clone()
@@ -95,16 +114,39 @@ def make_ids(rows: int, *, seed: int, keys: Sequence[str] = KEYS, empty: bool = 
 
 
 def part_of(ids: KeyedJaggedTensor, start: int, stop: int) -> KeyedJaggedTensor:
-    """Rows start:stop of a batch."""
-    parts = ids.to_dict()
-    lengths = [parts[key].lengths()[start:stop] for key in ids.keys()]  # noqa: SIM118
-    values = [parts[key].values()[parts[key].offsets()[start] : parts[key].offsets()[stop]] for key in ids.keys()]  # noqa: SIM118
-    return KeyedJaggedTensor(keys=ids.keys(), values=torch.cat(values), lengths=torch.cat(lengths))
+    """Rows start:stop of a batch. (KeyedJaggedTensor.to_dict does not work for zero rows.)"""
+    keys, rows = ids.keys(), ids.stride()
+    lengths_KB = ids.lengths().view(len(keys), rows)
+    ends_KB = lengths_KB.cumsum(1)
+    first = ids.offset_per_key()
+    spans = []
+    for key in range(len(keys)):
+        inside = [int(ends_KB[key, row - 1]) if row else 0 for row in (start, stop)]
+        spans.append(slice(first[key] + inside[0], first[key] + inside[1]))
+    weights = ids.weights_or_none()
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=torch.cat([ids.values()[span] for span in spans]),
+        lengths=lengths_KB[:, start:stop].flatten(),
+        weights=None if weights is None else torch.cat([weights[span] for span in spans]),
+    )
 
 
-def train_step(tables: Tables, ids: KeyedJaggedTensor, *, first_row: int = 0, scale: float = 1.0) -> None:
-    """One backward of a loss whose gradients depend on the vectors and on the row's number in the global batch."""
-    out = tables(ids)
+def train_step(
+    tables: Tables,
+    ids: KeyedJaggedTensor,
+    *,
+    first_row: int = 0,
+    scale: float = 1.0,
+    prepared: Prepared | None = None,
+    ahead: KeyedJaggedTensor | None = None,
+) -> Prepared | None:
+    """One backward of a loss whose gradients depend on the vectors and on the row's number in the global batch.
+
+    prepared: what `tables.prepare(ids)` gave; ahead: ids to prepare between forward and backward, returned.
+    """
+    out = tables(ids) if prepared is None else tables.look_up(prepared)
+    coming = None if ahead is None else tables.prepare(ahead)
     keys = ids.keys()
     loss = torch.zeros((), dtype=next(iter(out.values())).dtype)
     for feature, vectors in out.items():
@@ -115,6 +157,7 @@ def train_step(tables: Tables, ids: KeyedJaggedTensor, *, first_row: int = 0, sc
             weights = weight_B.repeat_interleave(lengths)
         loss = loss + (weights.to(vectors.device)[:, None] * (vectors - 0.3).square()).sum().to(loss.device)
     (loss * scale).backward()
+    return coming
 
 
 def run_conformance(factory: Factory, quirks: Quirks) -> None:
@@ -234,19 +277,43 @@ def check_learning_rate(factory: Factory, quirks: Quirks) -> None:
     _assert_same_state(tables.table_state(), other.table_state(), "learning rate 0.2")
 
 
+def check_prepared(factory: Factory, quirks: Quirks) -> None:
+    """Ids that were prepared before the update of another batch give what they give after it, bit for bit, once."""
+    device = torch.device(quirks.device)
+    ahead, plain = factory(SPECS, OPTIMIZER, SEED), factory(SPECS, OPTIMIZER, SEED)
+    batches = [make_ids(rows, seed=rows).to(device) for rows in (6, 0, 7)]
+    prepared = None
+    for number, ids in enumerate(batches):
+        following = batches[number + 1] if number + 1 < len(batches) else None
+        prepared = train_step(ahead, ids, prepared=prepared, ahead=following)
+        train_step(plain, ids)
+    _assert_same_state(plain.table_state(), ahead.table_state(), "prepared ids")
+    once = ahead.prepare(batches[0])
+    with torch.no_grad():
+        ahead.look_up(once)
+    assert "once" in _error_of(lambda: ahead.look_up(once))
+
+
 def check_ranks(factory: Factory, quirks: Quirks, rank: int, world_size: int) -> None:
     """Every rank trains its unequal part of a global batch (rank 0's may be empty); the result is one process's."""
     tables = factory(SPECS, OPTIMIZER, SEED)
     oracles = [ReferenceTables(SPECS, optimizer=OPTIMIZER, seed=SEED, dtype=d, alone=True) for d in _DTYPES]
-    rows = 9
-    for step in range(20):
-        whole = make_ids(rows, seed=step)
+    rows, prepared = 9, None
+
+    def part(step: int) -> tuple[KeyedJaggedTensor, int]:
         start = 0 if step == 5 else 2
         bounds = [0, start, *[rows] * world_size] if world_size > 1 else [0, rows]
-        own = part_of(whole, bounds[rank], bounds[rank + 1]).to(torch.device(quirks.device))
-        train_step(tables, own, first_row=bounds[rank], scale=world_size / rows)
+        own = part_of(make_ids(rows, seed=step), bounds[rank], bounds[rank + 1])
+        return own.to(torch.device(quirks.device)), bounds[rank]
+
+    for step in range(20):
+        own, first_row = part(step)
+        # every third batch is looked up without having been prepared
+        ahead = part(step + 1)[0] if step % 3 else None
+        scale = world_size / rows
+        prepared = train_step(tables, own, first_row=first_row, scale=scale, prepared=prepared, ahead=ahead)
         for oracle in oracles:
-            train_step(oracle, whole, scale=1 / rows)
+            train_step(oracle, make_ids(rows, seed=step), scale=1 / rows)
     _assert_close_to_oracle(tables, oracles, quirks)
     saved = tables.table_state()
     again = factory(SPECS, OPTIMIZER, SEED + 1)
@@ -307,6 +374,7 @@ CHECKS: tuple[Callable[[Factory, Quirks], None], ...] = (
     check_bad_input,
     check_state,
     check_learning_rate,
+    check_prepared,
 )
 _DTYPES = (torch.float64, torch.float32)
 

@@ -1,8 +1,9 @@
 """Tables through TorchRec: sharded by DistributedModelParallel, updated by FBGEMM inside backward.
 
-Pooled tables live in one EmbeddingBagCollection, the others in one EmbeddingCollection per embedding dim (a collection
-wants a single dim). Placement is explicit instead of planned: table-wise tables go largest first to the least loaded
-rank, row-wise ones are cut evenly; so the plan needs no performance model, no collective, and is the same on every run.
+Pooled tables live in one EmbeddingBagCollection, weighted ones in one of their own, the others in one
+EmbeddingCollection per embedding dim (a collection wants a single dim). Placement is explicit: table-wise tables go
+largest first to the least loaded rank, row-wise ones are cut evenly; so it needs no performance model, no collective,
+and is the same on every run. TorchRec's planner decides where it is asked to (planned.py).
 
 What TorchRec does not do, and this file does:
 - zero rows: a sharded collection cannot reshape a batch of zero rows, so it gets one row without ids, cut off after;
@@ -27,14 +28,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from gem_embeddings.ahead import Started, on_stream
 from gem_embeddings.averaged import AveragedCopies, scaled_optimizer
 from gem_embeddings.copies import Copies, SingleCopy, SummedCopies
 from gem_embeddings.initial import initial_rows
-from gem_embeddings.interface import Policy, Replicas, RowWiseAdagrad, TableSpec
+from gem_embeddings.interface import PlannerInputs, Policy, Prepared, Replicas, RowWiseAdagrad, TableSpec
 from gem_embeddings.local_tables import LocalTable, find_local_tables
+from gem_embeddings.planned import plan_tables
 from gem_embeddings.policies import IdPolicies
+from gem_embeddings.sharing import SharedFeatures
 from gem_embeddings.sliced import SlicedAverages, SlicedSums
-from gem_embeddings.validation import check_learning_rate, check_state
+from gem_embeddings.validation import check_cache, check_learning_rate, check_row_wise, check_state, own_prepared
 
 
 class TorchRecTables(nn.Module):
@@ -51,6 +55,8 @@ class TorchRecTables(nn.Module):
         sharding: Mapping[str, str],
         replicas: Replicas | None = None,
         policies: Mapping[str, Policy] | None = None,
+        planner: PlannerInputs | None = None,
+        cache_share: float | None = None,
     ) -> None:
         super().__init__()
         if not (dist.is_available() and dist.is_initialized()):
@@ -58,37 +64,65 @@ class TorchRecTables(nn.Module):
                 'impl="torchrec" needs an initialised process group, also for one process: call '
                 'torch.distributed.init_process_group("gloo") first, or use impl="reference"'
             )
-        self.specs = tuple(specs)
+        self._sharing = SharedFeatures(specs)
+        self.specs = specs = self._sharing.specs
         self.group = process_group if process_group is not None else dist.group.WORLD
+        size = dist.get_world_size(self.group)
+        check_row_wise(specs, sharding, size)
         self.device = torch.device(device)
-        self._equal_rows = dist.get_world_size(self.group) > 1 and any(
-            spec.pooling != "none" and sharding.get(spec.name) == "row_wise" for spec in specs
+        check_cache(cache_share, self.device.type, replicas)
+        collections = _Collections(specs)
+        self._places = _decide(collections, specs, sharding, planner, size, self.device)
+        self._equal_rows = size > 1 and any(
+            spec.pooling != "none" and self._places[spec.name] is None for spec in specs
         )
-        self._policies = IdPolicies(specs, policies)
+        self._policies = IdPolicies(specs, self._sharing.policies(policies))
         fused_adagrad = replicas is None or replicas.sync == "average"
         fused = scaled_optimizer(optimizer, replicas) if fused_adagrad else None
-        self._model = _distribute(_Collections(specs), specs, fused, self.group, self.device, sharding)
+        self._model = _distribute(collections, specs, fused, self.group, self.device, self._places, cache_share)
         by_name = {spec.name: spec for spec in specs}
         local = find_local_tables(self._model)
         for table in local:
             stop = table.start + table.weight.shape[0]
             table.weight.copy_(initial_rows(by_name[table.name], seed=seed, start=table.start, stop=stop))
         self._copies = _make_copies(local, optimizer, replicas)
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def prepare(self, ids: KeyedJaggedTensor) -> Started:
+        """Check ids, apply policies, start their exchange; see the interface."""
+        if self._stream is not None and ids.values().device.type == "cuda":
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with on_stream(self._stream):
+            if self._stream is not None:
+                ids = ids.to(self.device, non_blocking=True)
+            ids, kept = self._policies.apply(self._sharing.spread(ids))
+            wanted = max(ids.stride(), 1)
+            if self._equal_rows:
+                most = torch.tensor([wanted], device=self.device)
+                dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+                wanted = int(most)
+            collections = self._model.module
+            started = Started(ids, kept, ids.stride(), self._stream, collections.sharded())
+            started.send(collections.parts(_with_rows(ids, wanted)))
+        return started
 
     def forward(self, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
         """Feature -> (N, dim) or (B, dim); see the interface."""
-        ids, kept = self._policies.apply(ids)
-        rows = ids.stride()
-        wanted = max(rows, 1)
-        if self._equal_rows:
-            most = torch.tensor([wanted], device=self.device)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
-            wanted = int(most)
+        return self.look_up(self.prepare(ids))
+
+    def look_up(self, prepared: Prepared) -> dict[str, Tensor]:
+        """What `forward` gives for the ids that were prepared."""
+        started = own_prepared(prepared, Started)
+        rows, kept = started.rows, started.kept
+        self._copies.start_lookup()
+        started.wait()
         self._copies.before_lookup()
-        bags, sequences = self._model(_with_rows(ids, wanted))
+        found = started.look_up()
+        bags, sequences = found[: len(self._model.module.bags)], found[len(self._model.module.bags) :]
+        ids = started.ids
         out: dict[str, Tensor] = {}
-        if bags is not None:
-            out.update({feature: vectors[:rows] for feature, vectors in bags.to_dict().items()})
+        for collection in bags:
+            out.update({feature: vectors[:rows] for feature, vectors in collection.to_dict().items()})
         for collection in sequences:
             out.update({feature: jagged.values() for feature, jagged in collection.items()})
         training = torch.is_grad_enabled()
@@ -129,6 +163,14 @@ class TorchRecTables(nn.Module):
         check_learning_rate(lr)
         self._copies.set_learning_rate(lr)
 
+    def placement(self) -> dict[str, str]:
+        """Table name -> "whole on rank r" or "rows over n ranks", of one copy."""
+        size = dist.get_world_size(self.group)
+        return {
+            name: f"rows over {size} ranks" if rank is None else f"whole on rank {rank}"
+            for name, rank in self._places.items()
+        }
+
     def policy_counts(self) -> dict[str, dict[str, int]]:
         """Feature -> {"ids", "outside"} where the policy is not "error"; this rank's batches."""
         return self._policies.counts()
@@ -144,7 +186,7 @@ class TorchRecTables(nn.Module):
 
 
 class _Collections(nn.Module):
-    """The TorchRec modules before sharding; forward sees the sharded ones."""
+    """The TorchRec modules; DistributedModelParallel puts sharded ones in their places."""
 
     def __init__(self, specs: Sequence[TableSpec]) -> None:
         from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -153,11 +195,15 @@ class _Collections(nn.Module):
         super().__init__()
         meta = torch.device("meta")
         pooled = [spec for spec in specs if spec.pooling != "none"]
-        self.bags: nn.Module | None = None
-        if pooled:
-            configs = [EmbeddingBagConfig(pooling=PoolingType.SUM, **_table_arguments(spec)) for spec in pooled]
-            self.bags = EmbeddingBagCollection(tables=configs, device=meta)
-        self.bag_features = [feature for spec in pooled for feature in spec.features]
+        self.bags = nn.ModuleDict()
+        self.bag_features: dict[str, list[str]] = {}
+        for kind in ("plain", "weighted"):
+            own = [spec for spec in pooled if spec.weighted == (kind == "weighted")]
+            if not own:
+                continue
+            configs = [EmbeddingBagConfig(pooling=PoolingType.SUM, **_table_arguments(spec)) for spec in own]
+            self.bags[kind] = EmbeddingBagCollection(tables=configs, device=meta, is_weighted=kind == "weighted")
+            self.bag_features[kind] = [feature for spec in own for feature in spec.features]
         self.sequences = nn.ModuleDict()
         self.sequence_features: dict[str, list[str]] = {}
         for dim in sorted({spec.dim for spec in specs if spec.pooling == "none"}):
@@ -166,11 +212,14 @@ class _Collections(nn.Module):
             self.sequences[f"dim{dim}"] = EmbeddingCollection(tables=configs, device=meta)
             self.sequence_features[f"dim{dim}"] = [feature for spec in own for feature in spec.features]
 
-    def forward(self, ids: KeyedJaggedTensor) -> tuple[Any, list[Any]]:
-        # All input exchanges start before any result is waited for: both calls return lazily.
-        bags = self.bags(_select(ids, self.bag_features)) if self.bags is not None else None
-        sequences = [module(_select(ids, self.sequence_features[name])) for name, module in self.sequences.items()]
-        return bags, sequences
+    def sharded(self) -> list[nn.Module]:
+        """The modules, bags first."""
+        return [*self.bags.values(), *self.sequences.values()]
+
+    def parts(self, ids: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
+        """What each of `sharded()` looks up."""
+        bags = [_select(ids, self.bag_features[kind], weighted=kind == "weighted") for kind in self.bags]
+        return [*bags, *(_select(ids, self.sequence_features[name]) for name in self.sequences)]
 
 
 def _table_arguments(spec: TableSpec) -> dict[str, Any]:
@@ -180,6 +229,22 @@ def _table_arguments(spec: TableSpec) -> dict[str, Any]:
         "embedding_dim": spec.dim,
         "feature_names": list(spec.features),
     }
+
+
+def _decide(
+    collections: _Collections,
+    specs: Sequence[TableSpec],
+    sharding: Mapping[str, str],
+    planner: PlannerInputs | None,
+    ranks: int,
+    device: torch.device,
+) -> dict[str, int | None]:
+    """Table name -> the rank that holds it whole; None: its rows are cut over all ranks."""
+    if planner is None:
+        whole = place_tables([spec for spec in specs if sharding.get(spec.name) != "row_wise"], ranks)
+        return {spec.name: whole.get(spec.name) for spec in specs}
+    planned = plan_tables(collections, specs, inputs=planner, ranks=ranks, device=device.type, given=sharding)
+    return {spec.name: planned[spec.name][1] for spec in specs}
 
 
 def _make_copies(tables: Sequence[LocalTable], optimizer: RowWiseAdagrad, replicas: Replicas | None) -> Copies:
@@ -196,7 +261,8 @@ def _distribute(
     optimizer: RowWiseAdagrad | None,
     group: Any,
     device: torch.device,
-    sharding: Mapping[str, str],
+    rank_of: Mapping[str, int | None],
+    cache_share: float | None,
 ) -> Any:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.comm import get_local_size
@@ -215,15 +281,17 @@ def _distribute(
             "learning_rate": optimizer.lr,
             "eps": optimizer.eps,
         }
+    kernel = "fused"
+    if cache_share is not None:
+        kernel, fused["cache_load_factor"] = "fused_uvm_caching", cache_share
     bag_sharder = EmbeddingBagCollectionSharder(fused_params=dict(fused))
     sequence_sharder = EmbeddingCollectionSharder(fused_params=dict(fused))
-    rank_of = place_tables([spec for spec in specs if sharding.get(spec.name) != "row_wise"], size)
 
     def plan_for(module: nn.Module, sharder: Any, tables: Sequence[TableSpec]) -> Any:
         how = {
-            spec.name: table_wise(rank=rank_of[spec.name], compute_kernel="fused")
-            if spec.name in rank_of
-            else row_wise(compute_kernel="fused")
+            spec.name: table_wise(rank=rank_of[spec.name], compute_kernel=kernel)
+            if rank_of[spec.name] is not None
+            else row_wise(compute_kernel=kernel)
             for spec in tables
         }
         found = construct_module_sharding_plan(
@@ -239,8 +307,9 @@ def _distribute(
         return found
 
     plan = {}
-    if collections.bags is not None:
-        plan["bags"] = plan_for(collections.bags, bag_sharder, [s for s in specs if s.pooling != "none"])
+    for kind, module in collections.bags.items():
+        own = [spec for spec in specs if spec.pooling != "none" and spec.weighted == (kind == "weighted")]
+        plan[f"bags.{kind}"] = plan_for(module, bag_sharder, own)
     for name, module in collections.sequences.items():
         own = [spec for spec in specs if spec.pooling == "none" and f"dim{spec.dim}" == name]
         plan[f"sequences.{name}"] = plan_for(module, sequence_sharder, own)
@@ -295,9 +364,12 @@ def place_tables(specs: Sequence[TableSpec], ranks: int) -> dict[str, int]:
     return placed
 
 
-def _select(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
+def _select(ids: KeyedJaggedTensor, features: Sequence[str], *, weighted: bool = False) -> KeyedJaggedTensor:
     keys = ids.keys()
-    return ids.permute([keys.index(feature) for feature in features])
+    chosen = ids.permute([keys.index(feature) for feature in features])
+    if chosen.weights_or_none() is None or weighted:
+        return chosen
+    return KeyedJaggedTensor(keys=chosen.keys(), values=chosen.values(), lengths=chosen.lengths())
 
 
 def _divide_by_length(vectors_BD: Tensor, ids: KeyedJaggedTensor, feature: str) -> Tensor:
@@ -315,4 +387,6 @@ def _with_rows(ids: KeyedJaggedTensor, rows: int) -> KeyedJaggedTensor:
     keys = ids.keys()
     lengths_FB = ids.lengths().view(len(keys), -1) if ids.stride() else ids.lengths().new_zeros(len(keys), 0)
     lengths_FB = torch.nn.functional.pad(lengths_FB, (0, missing))
-    return KeyedJaggedTensor(keys=keys, values=ids.values(), lengths=lengths_FB.flatten())
+    return KeyedJaggedTensor(
+        keys=keys, values=ids.values(), lengths=lengths_FB.flatten(), weights=ids.weights_or_none()
+    )

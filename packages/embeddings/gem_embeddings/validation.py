@@ -7,12 +7,13 @@ The check is one pass over the ids and, on a GPU, one wait for the device; it is
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from gem_embeddings.interface import Replicas, RowWiseAdagrad, TableSpec
+from gem_embeddings.interface import Prepared, Replicas, RowWiseAdagrad, TableSpec
 
 POOLINGS = ("none", "sum", "mean")
 SYNCS = ("gradients", "average")
@@ -22,7 +23,6 @@ STATE_KEYS = ("weight", "momentum")
 def check_specs(specs: Sequence[TableSpec]) -> None:
     """Raise ValueError listing everything that is wrong with the tables asked for."""
     problems = []
-    owner: dict[str, str] = {}
     seen: set[str] = set()
     for spec in specs:
         if spec.name in seen:
@@ -40,10 +40,13 @@ def check_specs(specs: Sequence[TableSpec]) -> None:
             problems.append(f"table {spec.name!r}: init_std must be >= 0, got {spec.init_std}")
         if not spec.features:
             problems.append(f"table {spec.name!r} has no feature that looks it up")
-        for feature in spec.features:
-            if feature in owner:
-                problems.append(f"feature {feature!r} looks up both table {owner[feature]!r} and table {spec.name!r}")
-            owner[feature] = spec.name
+        problems += [
+            f"table {spec.name!r}: feature {feature!r} is given twice"
+            for feature in sorted(set(spec.features))
+            if spec.features.count(feature) > 1
+        ]
+        if spec.weighted and spec.pooling != "sum":
+            problems.append(f"table {spec.name!r}: weighted ids need pooling 'sum', got {spec.pooling!r}")
     if not specs:
         problems.append("no table given")
     if problems:
@@ -54,6 +57,23 @@ def check_optimizer(optimizer: RowWiseAdagrad) -> None:
     """Raise ValueError unless lr >= 0 and eps > 0."""
     if optimizer.lr < 0 or optimizer.eps <= 0:
         raise ValueError(f"RowWiseAdagrad needs lr >= 0 and eps > 0, got lr={optimizer.lr}, eps={optimizer.eps}")
+
+
+P = TypeVar("P", bound=Prepared)
+
+
+def own_prepared(prepared: Prepared, kind: type[P]) -> P:
+    """`prepared`; ValueError unless this implementation made it."""
+    if not isinstance(prepared, kind):
+        raise ValueError(f"look_up takes what prepare() of the same tables gave, got {type(prepared).__name__}")
+    return prepared
+
+
+def mark_used(prepared: Prepared) -> None:
+    """ValueError at the second use."""
+    if prepared.used:
+        raise ValueError("prepared ids are given to the tables once; prepare the batch again")
+    prepared.used = True
 
 
 def check_learning_rate(lr: float) -> None:
@@ -77,6 +97,43 @@ def check_replicas(replicas: Replicas) -> None:
         )
 
 
+def check_cache(share: float | None, device: str, replicas: Replicas | None) -> None:
+    """Raise ValueError for a cache that cannot be."""
+    if share is None:
+        return
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"cache_share must be above 0 and at most 1, got {share}")
+    if device != "cuda":
+        raise ValueError(
+            f"cache_share={share}: host memory with a cache on the device needs CUDA, the device is {device!r}"
+        )
+    if replicas is not None:
+        raise ValueError("cache_share does not go with replicas: copies write to rows that may lie in the cache")
+
+
+def rows_suffice(rows: int, ranks: int) -> bool:
+    """Whether every one of `ranks` ranks gets a row when `rows` are cut in equal parts, the last ones smaller.
+
+    Example: 7 rows over 4 ranks are 2, 2, 2 and 1; 5 rows are 2, 2, 1 and none.
+    """
+    return -(-rows // ranks) * (ranks - 1) < rows
+
+
+def check_row_wise(specs: Sequence[TableSpec], sharding: Mapping[str, str], ranks: int) -> None:
+    """Raise ValueError for a table that row-wise sharding would leave some ranks no row of: FBGEMM on a CPU takes a
+    kernel without rows for one on a GPU and fails in its first lookup.
+
+    Example: 5 rows over 4 ranks are cut in parts of 2: 2, 2, 1 and none.
+    """
+    for spec in specs:
+        part = -(-spec.rows // ranks)
+        if sharding.get(spec.name) == "row_wise" and not rows_suffice(spec.rows, ranks):
+            raise ValueError(
+                f"table {spec.name!r}: row_wise cuts {spec.rows} rows over {ranks} ranks in parts of {part}, which "
+                "leaves ranks without rows; use table_wise for a table this small"
+            )
+
+
 def check_ids(specs: Sequence[TableSpec], ids: KeyedJaggedTensor, *, allow: Collection[str] = ()) -> None:
     """Raise ValueError if a feature is missing or an id lies outside its table; nothing has been looked up by then.
 
@@ -89,8 +146,14 @@ def check_ids(specs: Sequence[TableSpec], ids: KeyedJaggedTensor, *, allow: Coll
     missing = [feature for spec in specs for feature in spec.features if feature not in keys]
     if missing:
         raise ValueError(f"the batch lacks features {missing}; it has {keys}")
-    if ids.weights_or_none() is not None:
-        raise ValueError("weighted ids are not supported: build the KeyedJaggedTensor without weights")
+    weighted = [feature for spec in specs if spec.weighted for feature in spec.features]
+    weights = ids.weights_or_none()
+    if weights is None and weighted:
+        raise ValueError(f"features {weighted} are weighted: give the KeyedJaggedTensor weights, one an id")
+    if weights is not None and not weighted:
+        raise ValueError("no table is weighted: build the KeyedJaggedTensor without weights, or set TableSpec.weighted")
+    if weights is not None and weights.dtype != torch.float32:
+        raise ValueError(f"weights of ids must be float32, got {weights.dtype}")
     if ids.values().dtype not in (torch.int64, torch.int32):
         raise ValueError(f"ids must be int64 or int32, got {ids.values().dtype}")
     limits = {feature: spec.rows for spec in specs for feature in spec.features if feature not in allow}
