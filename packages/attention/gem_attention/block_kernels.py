@@ -51,12 +51,15 @@ def silu_and_slope(z, FAST: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr):
-    """a b + acc in float32. The interpreter has no bfloat16 product, so there the operands are widened first."""
-    if PRECISION == "upcast":
+def dot(a, b, acc, C: tl.constexpr):
+    """a b + acc in float32. The interpreter has no bfloat16 product, so there the operands are widened first.
+
+    C as a whole: Triton 3.6 takes no text as an argument of a call between kernels (3.7 does).
+    """
+    if C.precision == "upcast":
         y = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
-        y = tl.dot(a, b, acc, input_precision=PRECISION)
+        y = tl.dot(a, b, acc, input_precision=C.precision)
     return y
 
 
@@ -160,7 +163,7 @@ def _product(x, x_rows, x_stride, weight, m0, row_M, live_M, w_row, w_row_N, w_o
             a = tl.load(x_rows + row + k[None, :], mask=live_M[:, None] & ok_K[None, :], other=0.0)
             b = tl.load(weight + w_row_N.to(tl.int64)[:, None] * C.dim + k[None, :],
                         mask=w_ok_N[:, None] & ok_K[None, :], other=0.0)  # fmt: skip
-        acc_MN = dot(a, tl.trans(b), acc_MN, C.precision)
+        acc_MN = dot(a, tl.trans(b), acc_MN, C)
         if C.beside:
             d = a.to(tl.float32)
             if C.layer:
@@ -349,7 +352,7 @@ def input_gradient_kernel(g, g_rows, weight, x, x_stride, mean, rstd, dots, dx, 
                 a = tl.load(g_rows + row * C.rows_n + k[None, :], mask=live_M[:, None] & ok_K[None, :], other=0.0)
                 b = tl.load(weight + k.to(tl.int64)[:, None] * C.dim + col_N[None, :],
                             mask=ok_K[:, None] & ok_N[None, :], other=0.0)  # fmt: skip
-            acc_MN = dot(a, b, acc_MN, C.precision)
+            acc_MN = dot(a, b, acc_MN, C)
         slope_M = tl.load(dots + tokens + row_M, mask=live_M, other=0.0)
         slope_M = slope_M * tl.load(rstd + row_M, mask=live_M, other=0.0)
         shift_M = slope_M
