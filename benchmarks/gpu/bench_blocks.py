@@ -6,9 +6,12 @@
 Cases (bfloat16, 1024 wide, 8 heads of 128): the UVQK projection 1024 -> 4096 with SiLU on all outputs (layer and RMS
 norm), the same without SiLU but with rotary on q and k, and the gate forward and backward. "product" is the matrix
 product alone, by the vendor's library: what is left is what norm, activation and rotary cost. Everyone runs in turn in
-the same rounds, the device spinning before each; medians count. First the suite of gem_attention.block_testing runs on
-the GPU, so a wrong kernel is not timed. --tune also prints the products' times for other tiles. --part I N only runs
-every N-th check from the I-th and compiles that share of the tiles: N processes at once fill the kernel cache.
+the same rounds, the device spinning before each; medians count. Before a case is timed it is compared with float64 on
+its own spec (1000 tokens): one that is wrong or does not compile is named and not timed, the others are. The suite of
+gem_attention.block_testing runs too. --tune also prints the products' times for other tiles. --part I N only runs every
+N-th check from the I-th and compiles that share of the tiles and cases: N processes at once fill the caches of Triton
+and torch.compile. --budget-s: no case and no tuning step begins later than that; what was left out is named. The exit
+code is 1 if anything was wrong or left out. Results are written after each case.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +38,7 @@ from gem_attention.block_counting import gate_bytes, projection_cost
 from gem_attention.block_launch import BlockTiles
 from gem_attention.block_reference import finish, library_norm, products
 from gem_attention.block_reference import gated as reference_gated
-from gem_attention.block_testing import checks
+from gem_attention.block_testing import BlockCase, check, checks
 from gem_attention.interface import GateSpec, ProjectionSpec, RecomputeSpec, RotarySpec
 from record import Measurement, write_measurements
 
@@ -57,15 +61,41 @@ def check_all(part: int = 0, parts: int = 1) -> bool:
     """Whether the shipped suite passes on this GPU, every case in bfloat16 and float32."""
     bad = []
     suite = checks(impl="triton", dtypes=(torch.bfloat16, torch.float32), device="cuda")[part::parts]
-    for check in suite:
+    for one in suite:
         try:
-            check()
+            one()
         except Exception as error:  # wrong, or not compiled: all of them are to be seen at once
-            bad.append(f"{check}: {type(error).__name__}: {error}")
+            bad.append(f"{one}: {brief(error)}")
     print(f"suite: {len(suite) - len(bad)} of {len(suite)} checks passed", flush=True)
     for text in bad:
-        print("BAD", text[:300], flush=True)
+        print("BAD", text, flush=True)
     return not bad
+
+
+def brief(error: Exception) -> str:
+    """The error in one line. The compiler's errors quote the source, end with the reason and may have a cause below."""
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    lines = [line.strip() for line in str(root).splitlines() if line.strip(" ^")] or [""]
+    ends = lines if len(lines) < 4 else [lines[0], *lines[-2:]]
+    return f"{type(root).__name__}: {' | '.join(ends)}"[:400]
+
+
+def case_is_right(group: str, name: str) -> bool:
+    """Whether ours agrees with float64 on the case's own spec; says so if not."""
+    if group == "projection":
+        case = BlockCase(name=f"{group}.{name}", tokens=1000, dim=DIM, projection=PROJECTIONS[name])
+    else:
+        case = BlockCase(
+            name=f"{group}.{name}", tokens=1000, dim=DIM, gate=GATES[name], heads=HEADS, head_dim=DIM // HEADS
+        )
+    try:
+        check(case, "triton", torch.bfloat16, "cuda")
+    except Exception as error:  # the other cases are still to be timed
+        print(f"BAD {group}.{name} is not timed: {brief(error)}", flush=True)
+        return False
+    return True
 
 
 def contender(call: Callable[..., Any], leaves: list[torch.Tensor], above: list[torch.Tensor]) -> Contender:
@@ -190,8 +220,8 @@ def candidates() -> list[BlockTiles]:
     ]
 
 
-def tune(tokens: int, rounds: int, tiles: list[BlockTiles]) -> None:
-    """The two products with these tiles, and the other kernels of the backward; prints medians."""
+def tune(tokens: int, rounds: int, tiles: list[BlockTiles], deadline: float = float("inf")) -> bool:
+    """The two products with these tiles, and the other kernels of the backward; prints medians. False: out of time."""
     spec = PROJECTIONS["layer_silu"]
     x, weight = torch.randn(tokens, DIM, device="cuda").bfloat16(), torch.randn(4 * DIM, DIM, device="cuda").bfloat16()
     g = torch.randn(tokens, 4 * DIM, device="cuda").bfloat16()
@@ -205,55 +235,94 @@ def tune(tokens: int, rounds: int, tiles: list[BlockTiles]) -> None:
         "gradient": lambda: block_launch.gradient(grads, grads, weight, None, stats, spec=spec, dots=True),
     }
     for t in tiles:
+        flags = [flag for flag in ("tma", "flatten", "beside", "halved") if getattr(t, flag)]
+        label = f"{t.block_m}x{t.block_n}x{t.block_k} warps={t.warps} stages={t.stages} programs={t.programs} {flags}"
         steps |= {
-            f"forward {t}": lambda t=t: block_launch.project(x, weight, None, spec=spec, keep=True, tiles=t),
-            f"no keep {t}": lambda t=t: block_launch.project(x, weight, None, spec=spec, keep=False, tiles=t),
-            f"dx {t}": lambda t=t: block_launch.input_gradient(g, weight, x, stats, dots, spec=spec, tiles=t),
+            f"forward {label}": lambda t=t: block_launch.project(x, weight, None, spec=spec, keep=True, tiles=t),
+            f"no keep {label}": lambda t=t: block_launch.project(x, weight, None, spec=spec, keep=False, tiles=t),
+            f"dx {label}": lambda t=t: block_launch.input_gradient(g, weight, x, stats, dots, spec=spec, tiles=t),
         }
-    for name, fn in steps.items():
+    for place, (name, fn) in enumerate(steps.items()):
+        if time.monotonic() > deadline:
+            print(f"LEFT OUT for lack of time: {len(steps) - place} of {len(steps)} tuning steps", flush=True)
+            return False
         try:
             ms = statistics.median([one_ms(fn) for _ in range(rounds + 3)][3:])
             print(f"tune {ms:7.3f} ms  {name}", flush=True)
         except Exception as error:  # too much shared memory, say
-            print(f"tune {type(error).__name__}: {str(error)[:80]}  {name}", flush=True)
+            print(f"tune {brief(error)}  {name}", flush=True)
+    return True
+
+
+def cases() -> list[tuple[str, str]]:
+    return [*(("projection", name) for name in PROJECTIONS), *(("gate", name) for name in GATES)]
+
+
+def measure(group: str, name: str, tokens: int, rounds: int, ceilings: dict[str, float]) -> list[Measurement]:
+    """Time a case; prints, and returns the measurements."""
+    if group == "projection":
+        cost = projection_cost(tokens, DIM, PROJECTIONS[name])
+        facts = {
+            "flops": (cost.forward_flops, cost.backward_flops),
+            "bytes": (cost.forward_min_bytes, cost.backward_min_bytes),
+        }
+        times = projection(name, tokens, rounds)
+    else:
+        facts = {"flops": (0, 0), "bytes": gate_bytes(tokens, DIM)}
+        times = gate(name, tokens, rounds)
+    return report(group, name, times, facts=facts, ceilings=ceilings)
+
+
+def prepare(part: int, parts: int, tokens: int) -> None:
+    """This part's checks, and its share of what main needs compiled."""
+    check_all(part, parts)
+    for group, name in cases()[part::parts]:
+        try:
+            (projection if group == "projection" else gate)(name, tokens, 1)
+        except Exception as error:  # main says what it means
+            print(f"BAD {group}.{name}: {brief(error)}", flush=True)
+    tune(4096, 1, candidates()[(part - len(cases())) % parts :: parts])  # parts without a case first
 
 
 def main() -> None:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--part", type=int, nargs=2, metavar=("I", "N"))
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--budget-s", type=float, default=float("inf"))
     parser.add_argument("--tune", action="store_true")
     arguments = parser.parse_args()
     if arguments.part:
-        part, parts = arguments.part
-        check_all(part, parts)
-        return tune(4096, 1, candidates()[part::parts])
+        return prepare(*arguments.part, arguments.tokens)
     if arguments.out is None:
         parser.error("--out says where the measurements go")
+    deadline = began + arguments.budget_s
     before = describe_device(0)
-    right = check_all()
+    whole = check_all()
     ceilings, _ = measure_ceilings()
     print({name: f"{value:.4g}" for name, value in ceilings.items()}, flush=True)
+    right = [case for case in cases() if case_is_right(*case)]
+    whole = whole and len(right) == len(cases())
+    found: list[Measurement] = []
+    for group, name in right:
+        if time.monotonic() > deadline:
+            print(f"LEFT OUT for lack of time: {group}.{name}", flush=True)
+            whole = False
+            continue
+        try:
+            found += measure(group, name, arguments.tokens, arguments.rounds, ceilings)
+        except Exception as error:  # a peer's, or no memory: the other cases are still to be timed
+            print(f"BAD {group}.{name}: {brief(error)}", flush=True)
+            whole = False
+            continue
+        write_measurements(arguments.out, found, ceilings=ceilings, before=before)
     if arguments.tune:
-        tune(arguments.tokens, 7, candidates())
-    if not right:
-        raise SystemExit("kernels are wrong: nothing is measured")
-    found = []
-    for name, spec in PROJECTIONS.items():
-        cost = projection_cost(arguments.tokens, DIM, spec)
-        facts = {
-            "flops": (cost.forward_flops, cost.backward_flops),
-            "bytes": (cost.forward_min_bytes, cost.backward_min_bytes),
-        }
-        found += report(
-            "projection", name, projection(name, arguments.tokens, arguments.rounds), facts=facts, ceilings=ceilings
-        )
-    for name in GATES:
-        facts = {"flops": (0, 0), "bytes": gate_bytes(arguments.tokens, DIM)}
-        found += report("gate", name, gate(name, arguments.tokens, arguments.rounds), facts=facts, ceilings=ceilings)
-    write_measurements(arguments.out, found, ceilings=ceilings, before=before)
+        whole = tune(arguments.tokens, 7, candidates(), deadline) and whole
+    print("everything right and timed" if whole else "NOT everything was right and timed: see BAD and LEFT OUT above")
+    if not whole:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,13 @@
-"""What the compiler makes of the block's kernels, for GPUs that are not here: no spills, matrix instructions, TMA."""
+"""What the compiler makes of the block's kernels, for GPUs that are not here: no spills, matrix instructions, TMA.
+
+The same with the Triton of GPU hosts (torch 2.11 comes with 3.6.0):
+
+    pip install --no-deps --target /tmp/triton36 triton==3.6.0
+    PYTHONPATH=/tmp/triton36 python -m pytest -m "slow or not slow" tests/attention/test_block_crosscompile.py
+"""
+
+import ast
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +90,35 @@ def test_every_projection(name, capability):
 def test_every_gate(activation, per_head, capability):
     for norm in ("layer", "rms"):
         assert_good(compile_gate(GateSpec(activation=activation, per_head=per_head, norm=norm), capability))
+
+
+def text_arguments(source, fields):
+    """Calls of one @triton.jit function by another, that hand on a text field of the config."""
+    tree = ast.parse(source)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    calls = [call for call in calls if call.func.id != "float"]
+    handed = [(call, arg) for call in calls for arg in (*call.args, *(k.value for k in call.keywords))]
+    return [
+        ast.unparse(call)
+        for call, arg in handed
+        if (isinstance(arg, ast.Attribute) and ast.unparse(arg.value) == "C" and arg.attr in fields)
+        or (isinstance(arg, ast.Constant) and isinstance(arg.value, str))
+    ]
+
+
+def test_no_kernel_hands_text_to_another():
+    """Triton 3.6 compiles no such call (it makes constants of numbers and types only); 3.7, which runs here, does."""
+    folder = Path(block_launch.__file__).parent
+    files = [path for path in folder.glob("*.py") if "@triton.jit" in path.read_text()]
+    classes = [node for path in folder.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+               if isinstance(node, ast.ClassDef)]  # fmt: skip
+    items = [item for node in classes for item in node.body if isinstance(item, ast.AnnAssign)]
+    fields = {ast.unparse(item.target) for item in items if "str" in ast.unparse(item.annotation)}
+    assert {"precision", "activation"} <= fields
+    assert {"block_kernels.py", "block_gate.py"} <= {path.name for path in files}
+    assert text_arguments("dot(a, b, acc, C.precision)", fields) == ["dot(a, b, acc, C.precision)"]
+    found = {path.name: text_arguments(path.read_text(), fields) for path in files}
+    assert not any(found.values()), found
 
 
 def test_one_compilation_serves_all_lengths():

@@ -29,6 +29,7 @@ class BlockCase:
     projection: ProjectionSpec | None = None
     gate: GateSpec | None = None
     heads: int = 1
+    head_dim: int = 8
     residual: bool = True
     center: float = 0.0
     recompute: RecomputeSpec = field(default_factory=RecomputeSpec)
@@ -114,9 +115,9 @@ def inputs(case: BlockCase, dtype: torch.dtype, seed: int, device: str = "cpu") 
         outputs = sum(case.projection.widths)
         x = normal(case.tokens, case.dim, std=0.5, center=0.5 * case.center)
         return {"x": x, "weight": normal(outputs, case.dim, std=case.dim**-0.5)}
-    width = 8 * case.heads
+    width = case.heads * case.head_dim
     made = {
-        "attention": normal(case.tokens, case.heads, 8, std=0.5, center=0.5 * case.center),
+        "attention": normal(case.tokens, case.heads, case.head_dim, std=0.5, center=0.5 * case.center),
         "u": normal(case.tokens, width),
         "weight": normal(case.dim, width, std=width**-0.5),
     }
