@@ -115,7 +115,7 @@ class WriteStats:
 
 def needed_bytes(checkpoint: Checkpoint) -> int:
     """Bytes of its tensors: what a checkpoint takes on disk, up to some KB."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in checkpoint.tensors.values())
+    return sum(tensor.nbytes for tensor in checkpoint.tensors.values())
 
 
 def check_space(parent: Path, needed: int) -> None:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,8 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The content of manifest.json."""
-        return canonical_json({**_body(self), "sha256": manifest_sha256(self)})
+        body = _body(self)
+        return canonical_json({**body, "sha256": hashlib.sha256(canonical_json(body)).hexdigest()})
 
 
 def _body(manifest: Manifest) -> dict[str, Any]:
@@ -163,11 +165,15 @@ def _decode(path: Path, raw: bytes) -> Manifest:
 def _read_regular_file(path: Path, *, limit: int) -> bytes:
     """The bytes of a regular file (no link) of at most `limit` bytes."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        # Without O_NONBLOCK a pipe would wait for a writer that never comes.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     with os.fdopen(descriptor, "rb") as file:
-        size = os.fstat(descriptor).st_size
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{path} is not a regular file")
+        size = found.st_size
         if size > limit:
             raise CheckpointError(f"{path} has {size} bytes, expected at most {limit}")
         try:

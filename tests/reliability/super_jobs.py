@@ -32,6 +32,7 @@ class Zygote:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
         self.running: set[int] = set()
+        self._codes: dict[int, int] = {}
         # A fork of several threads would be a fork of half a program; pyarrow's allocator is made for it.
         threads = [name for name in self._answer()["threads"] if name != "jemalloc_bg_thd"]
         assert len(threads) == 1, threads
@@ -63,6 +64,8 @@ class Zygote:
             command = {"start": arguments, "environment": environment if world > 1 else {}, "fault": fault}
             pids.append(self.ask({**command, "output": str(output)})["pid"])
         self.running |= set(pids)
+        for pid in pids:
+            self._codes.pop(pid, None)  # the number may have been another process's
         return pids
 
     def wait(self, pids: list[int], *, seconds: float) -> list[int | None]:
@@ -70,9 +73,12 @@ class Zygote:
         deadline = time.monotonic() + seconds
         codes = []
         for pid in pids:
-            codes.append(self.ask({"wait": pid, "seconds": max(0.0, deadline - time.monotonic())})["code"])
-            if codes[-1] is not None:
-                self.running.discard(pid)
+            if pid not in self._codes:
+                code = self.ask({"wait": pid, "seconds": max(0.0, deadline - time.monotonic())})["code"]
+                if code is not None:
+                    self._codes[pid] = code
+                    self.running.discard(pid)
+            codes.append(self._codes.get(pid))
         return codes
 
     def kill(self, pids: list[int]) -> None:

@@ -55,6 +55,10 @@ def end_of(zygote, pids, output):
     """Exit codes of all ranks. As torchrun does, the others are sent SIGTERM; they see the death by themselves, too,
     but not where the dead rank had not yet joined the group.
     """
+    deadline = time.monotonic() + 100
+    while all(code is None for code in zygote.wait(pids, seconds=0.0)):
+        assert time.monotonic() < deadline, output.read_text()[-3000:]
+        time.sleep(0.02)
     codes = zygote.wait(pids, seconds=1.0)
     for pid in pids:
         if pid in zygote.running:
@@ -94,7 +98,7 @@ def test_t1_killed_at_random_moments(zygote, debug_data, steps, straight, rng, c
             alive = [pid for pid in victims if zygote.wait([pid], seconds=0) == [None]]
             for pid in alive:
                 os.kill(pid, signal.SIGKILL)
-            codes = end_of(zygote, [pid for pid in pids if pid in zygote.running], run.parent / "out")
+            codes = end_of(zygote, pids, run.parent / "out")
             kills += bool(alive)
             before = losses(run)
             seen += before.items()
