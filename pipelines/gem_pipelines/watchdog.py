@@ -15,7 +15,8 @@ little later, with its stacks.
 Why from inside: the processes to look at are children of torchrun, which knows nothing of steps; and stacks are only
 to be had from the process itself, or by tracing it, which containers forbid.
 
-Cost: a thread that wakes four times a second, and per collective an entry in torch's recorder (measured: 3 us).
+Cost: a thread that wakes four times a second; per step arming faulthandler's timer, per collective an entry in torch's
+recorder (measured: 43 us and 3 us).
 """
 
 from __future__ import annotations
