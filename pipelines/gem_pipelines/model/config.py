@@ -16,6 +16,8 @@ DhenMember = Literal["fm", "linear", "dcn", "mlp", "attention"]
 HeadKind = Literal["separate", "shared_bottom", "mmoe"]
 NormKind = Literal["layer", "rms"]
 AttentionImpl = Literal["reference", "eager", "triton", "auto"]
+HstuImpl = Literal["layers", "reference", "eager", "triton"]
+HstuRecompute = Literal["normed_x", "preactivations", "gated", "projected"]
 
 
 def _check(condition: bool, message: str) -> None:
@@ -177,12 +179,25 @@ class ModelConfig:
     """Biases in linear layers other than the last."""
     attention: AttentionImpl = "eager"
     """Implementation of attention."""
+    hstu: HstuImpl = "layers"
+    """What stands around the attention of an "hstu" block. "layers": PyTorch's layers, which may have norm weights and
+    biases. "eager", "triton", "reference": `gem_attention.block_api.hstu_block` of that name, on the same parameters;
+    "triton" fuses norm, projection and rotary, and gate and norm. They take no norm weights and no biases."""
+    hstu_recompute: tuple[HstuRecompute, ...] = ()
+    """What "hstu" blocks do not keep for the backward but work out again, as `gem_attention.interface.RecomputeSpec`
+    names it; results stay the same bits. Not with hstu "layers"."""
 
     def __post_init__(self) -> None:
         _check(self.table_dim > 0 and self.table_dim % 4 == 0, f"table_dim={self.table_dim}: a multiple of 4, > 0")
         _check(self.dim > 0 and self.dim % 2 == 0, f"dim={self.dim}: must be even and > 0")
         _check(self.layers > 0, f"layers must be > 0, got {self.layers}")
         _check(self.dense_tokens > 0, f"dense_tokens must be > 0, got {self.dense_tokens}")
+        fused = self.hstu != "layers"
+        for name, on in (("norm_affine", self.norm_affine), ("bias", self.bias)):
+            _check(not (fused and on), f'hstu="{self.hstu}" has no place for {name}=True: use hstu="layers"')
+        _check(
+            fused or not self.hstu_recompute, f'hstu_recompute={self.hstu_recompute!r} needs another hstu than "layers"'
+        )
         for name, stream in {"(default)": self.stream, **self.streams}.items():
             _check(
                 0 < len(stream.blocks) <= self.layers,
