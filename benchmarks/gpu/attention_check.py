@@ -165,9 +165,8 @@ def take_own_blocks() -> None:
     """Let every Gluon kernel run with Choice(own=True), its default otherwise."""
     from gem_attention import gluon_launch
 
-    for name in ("_forward_choice", "_dq_choice", "_dkv_choice"):
-        chosen = getattr(gluon_launch, name)
-        setattr(gluon_launch, name, lambda p, chosen=chosen: replace(chosen(p), own=True))
+    chosen = gluon_launch.default_choice
+    gluon_launch.default_choice = lambda p, kernel: replace(chosen(p, kernel), own=True)
 
 
 def main() -> None:

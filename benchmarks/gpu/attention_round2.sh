@@ -15,34 +15,38 @@ if [ -n "$peers" ]; then
   arguments+=(--peers /tmp/peers)
 fi
 
+at_most() {  # at_most LIMIT END: seconds until END of this script's run, at most LIMIT, at least 1
+  local left=$(($2 - SECONDS)); left=$((left < $1 ? left : $1)); echo $((left > 1 ? left : 1))
+}
+
 # Compiling takes the time here: the checks and the caches of the timed kernels at once.
 for shape in $shapes; do
-  timeout 170 python3 attention_compare.py "${arguments[@]}" --warm $shape > "$out/warm.$shape.log" 2>&1 &
+  timeout 220 python3 attention_compare.py "${arguments[@]}" --warm $shape > "$out/warm.$shape.log" 2>&1 &
 done
 if [ -n "${VARIANTS-1}" ]; then
   for shape in B1 B1w B1r B2jag; do
-    timeout 170 python3 attention_variants.py --warm $shape > "$out/warm.variants.$shape.log" 2>&1 &
+    timeout 220 python3 attention_variants.py --warm $shape > "$out/warm.variants.$shape.log" 2>&1 &
   done
   for i in 0 1 2; do
-    timeout 170 python3 attention_check.py --impl gluon --own --limit-s 160 --part $i 3 > "$out/check.own$i" 2>&1 &
+    timeout 220 python3 attention_check.py --impl gluon --own --limit-s 210 --part $i 3 > "$out/check.own$i" 2>&1 &
   done
 fi
 for i in $(seq 0 $((parts - 1))); do
-  timeout 170 python3 attention_check.py --impl triton gluon --limit-s 160 --part $i $parts > "$out/check.$i" 2>&1 &
+  timeout 220 python3 attention_check.py --impl triton gluon --limit-s 210 --part $i $parts > "$out/check.$i" 2>&1 &
 done
 wait
 cat "$out"/check.* > "$out/check.all"; rm -f "$out"/check.[0-9]* "$out"/check.own*; mv "$out/check.all" "$out/check.log"
 cat "$out"/warm.*.log > "$out/warm.log"; rm "$out"/warm.*.log
 echo "== checked and warm after $SECONDS s"
 
-timeout 140 python3 attention_compare.py "${arguments[@]}" --shapes $shapes --out "$out/compare.json" > "$out/compare.log" 2>&1
+timeout $(at_most 140 400) python3 attention_compare.py "${arguments[@]}" --shapes $shapes --out "$out/compare.json" > "$out/compare.log" 2>&1
 echo "== compared (exit $?) after $SECONDS s"
 if [ -n "${VARIANTS-1}" ]; then
-  timeout 50 python3 attention_variants.py --out "$out/variants.json" > "$out/variants.log" 2>&1
+  timeout $(at_most 50 440) python3 attention_variants.py --out "$out/variants.json" > "$out/variants.log" 2>&1
   echo "== variants (exit $?) after $SECONDS s"
 fi
 if [ -n "${NCU-1}" ]; then
-  left=$((530 - SECONDS)); NCU_LIMIT=$((left < 150 ? left : 150)) ./attention_ncu.sh "$out" ${NCU_SHAPES:-B1 B1w B1r B2jag B3b} > "$out/ncu_table.log" 2>&1
+  NCU_LIMIT=$(at_most 150 525) ./attention_ncu.sh "$out" ${NCU_SHAPES:-B1 B1w B1r B2jag B3b} > "$out/ncu_table.log" 2>&1
   echo "== profiled (exit $?) after $SECONDS s"
 fi
 

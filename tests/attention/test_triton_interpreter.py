@@ -21,6 +21,7 @@ FAST = (
     "tiles",
     "tiles-paired",
     "tiles-by-prefix-sum",
+    "halves-of-tiles",
 )
 TIMEOUT_S = 900
 
@@ -89,6 +90,49 @@ def _tile_checks():
     return {"tiles": plain, "tiles-paired": paired, "tiles-by-prefix-sum": by_prefix_sum}
 
 
+def _halves_of_tiles():
+    """What gluon_forward.own_blocks rests on: the columns that 64 rows visit lie, in whole blocks, inside those that
+    their tile of 128 rows visits; and none that they see lies outside."""
+    import torch
+    from gem_attention.interface import AttentionSpec, MaskSpec
+    from gem_attention.masks import sample_mask
+    from gem_attention.triton_config import Tiles, kernel_spec
+    from gem_attention.triton_launch import Problem, run_numbers
+    from range_kernel import ranges
+
+    masks = (
+        MaskSpec(causal=True),
+        MaskSpec(causal=True, window=255),
+        MaskSpec(causal=True, targets=True, context=True),
+        MaskSpec(causal=True, targets=True, context=True, window=70, min_full_rows=20, semantics="meta"),
+        MaskSpec(window=30, context=True),
+        MaskSpec(targets=True, semantics="meta"),
+        MaskSpec(block=64),
+    )
+    length, targets, context = 700, 40, 130
+    for mask in masks:
+        spec = AttentionSpec(activation="silu", scale=1.0, mask=mask)
+        c = kernel_spec(spec, Tiles(block_m=128, block_n=64), heads=1, kv_heads=1, dim=16, v_dim=16)
+        row = torch.zeros(length, 1, 16)
+        p = Problem(q=row, k=row, v=row, spec=spec, batch_size=1, k_offsets=torch.tensor([0, length]))
+        tiles = -(-length // 128)
+        out = torch.zeros(tiles, 3, 4, dtype=torch.int64)
+        ranges[(tiles,)](out, length, targets, context, run_numbers(p), C=c)
+        counts = {"num_targets": targets if mask.targets else 0, "num_context": context if mask.context else 0}
+        seen = sample_mask(mask, length, **counts)
+        for t, (tile, *halves) in enumerate(out.tolist()):
+            for half, (lo, mid, top, hi) in enumerate(halves):
+                rows = seen[128 * t + 64 * half : min(128 * t + 64 * half + 64, length)]
+                if not len(rows):
+                    continue
+                case = (mask, t, half)
+                assert tile[0] <= lo <= mid <= top <= hi <= tile[3], case
+                assert lo % 64 == mid % 64 == top % 64 == hi % 64 == 0, case
+                assert not rows[:, :lo].any(), case
+                assert not rows[:, hi:].any(), case
+                assert rows[:, mid : min(top, length)].all(), case
+
+
 def main(names: list[str]) -> None:
     from functools import partial
 
@@ -98,6 +142,7 @@ def main(names: list[str]) -> None:
 
     attention = partial(api.attention, impl="triton")
     checks = {str(c): partial(c, attention) for c in conformance(Quirks(dtypes=(torch.float16,)))} | _tile_checks()
+    checks["halves-of-tiles"] = _halves_of_tiles
     results = {}
     for name in names or checks:
         try:

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gem_attention.gluon_backward import gluon_dkv_kernel, gluon_dq_kernel
 from gem_attention.gluon_forward import gluon_forward_kernel
-from gem_attention.triton_config import Tiles
+from gem_attention.triton_config import Kernel, Tiles
 from gem_attention.triton_launch import (
     Gradients,
     Problem,
@@ -79,21 +79,16 @@ def _portions(tiles: Tensor, unit: int, heads: int, programs: int) -> tuple[int,
     return items, -(-items // programs)
 
 
-def _forward_choice(p: Problem) -> Choice:
-    """Columns of 128 pay where most tiles are full and sequences long; see benchmarks/gpu/NOTES-attention.md."""
+def default_choice(p: Problem, kernel: Kernel) -> Choice:
+    """What a kernel runs with when nothing is named; see benchmarks/gpu/NOTES-attention.md.
+
+    Forward: columns of 128 pay where most tiles are full and sequences long.
+    """
+    if kernel != "forward":
+        return Choice(stages=3)
     if p.spec.mask.causal and not p.spec.mask.window:
         return Choice(block=128, stages=2)
     return Choice(block=64, stages=4)
-
-
-def _dq_choice(p: Problem) -> Choice:
-    del p
-    return Choice(stages=3)
-
-
-def _dkv_choice(p: Problem) -> Choice:
-    del p
-    return Choice(stages=3)
 
 
 def forward(p: Problem, choice: Choice | None = None) -> tuple[Tensor, Tensor]:
@@ -106,7 +101,7 @@ def forward(p: Problem, choice: Choice | None = None) -> tuple[Tensor, Tensor]:
         return out, lse
     if k.shape[0] == 0:
         return out.zero_(), lse
-    choice = choice or _forward_choice(p)
+    choice = choice or default_choice(p, "forward")
     c = compile_spec(p, Tiles(block_m=128, block_n=choice.block, tma=True))
     unit = 2 if p.spec.mask.causal else 1
     tiles = query_tiles(p, 128, paired=unit == 2)
@@ -145,7 +140,7 @@ def backward(p: Problem, do: Tensor, out: Tensor | None, lse: Tensor, *, short_q
 
 def run_dq(p: Problem, do: Tensor, grads: Gradients, choice: Choice | None = None) -> None:
     """Fill grads.dq."""
-    choice = choice or _dq_choice(p)
+    choice = choice or default_choice(p, "dq")
     c = compile_spec(p, Tiles(block_m=128, block_n=choice.block, tma=True))
     unit = 2 if p.spec.mask.causal else 1
     tiles = query_tiles(p, 128, paired=unit == 2)
@@ -166,7 +161,7 @@ def run_dq(p: Problem, do: Tensor, grads: Gradients, choice: Choice | None = Non
 
 def run_dkv(p: Problem, do: Tensor, grads: Gradients, choice: Choice | None = None) -> None:
     """Fill grads.dk and grads.dv."""
-    choice = choice or _dkv_choice(p)
+    choice = choice or default_choice(p, "dkv")
     c = compile_spec(p, Tiles(block_m=choice.block, block_n=128, tma=True))
     unit = 2 if p.spec.mask.causal else 1
     tiles = key_tiles(p, 128, paired=unit == 2)

@@ -118,6 +118,17 @@ def _gaps(rows, columns, batch, numbers, TRANSPOSED: tl.constexpr, C: tl.constex
 
 
 @triton.jit
+def _walk(by_time, gap, farthest, bucket, weights, batch):
+    """From boundary to boundary, up to the greatest |dt|: what lies past one takes the next bucket's weight."""
+    bound = tl.load(batch.time_bounds + bucket + 1)
+    while bound <= farthest:
+        bucket += 1
+        by_time = tl.where(gap >= bound, tl.load(weights + bucket), by_time)
+        bound = tl.load(batch.time_bounds + bucket + 1)
+    return by_time
+
+
+@triton.jit
 def bias_of(rows, columns, head, batch, numbers, tables, TRANSPOSED: tl.constexpr, C: tl.constexpr):
     """The bias of a tile, (M, N), or (N, M) if TRANSPOSED."""
     # j - i = (first column - first row) + (known at compile time), so that only one address is worked out
@@ -133,12 +144,12 @@ def bias_of(rows, columns, head, batch, numbers, tables, TRANSPOSED: tl.constexp
         gap, farthest, bucket = _gaps(rows, columns, batch, numbers, TRANSPOSED, C)
         weights = tables.time + head // tables.time_group * C.time_count
         by_time = tl.zeros_like(step).to(tl.float32) + tl.load(weights + bucket)
-        bound = tl.load(batch.time_bounds + bucket + 1)
-        if bound <= farthest:  # Triton pipelines a loop that holds a loop only where that is inside a branch
-            while bound <= farthest:
-                bucket += 1
-                by_time = tl.where(gap >= bound, tl.load(weights + bucket), by_time)
-                bound = tl.load(batch.time_bounds + bucket + 1)
+        if C.stages > 1:
+            # Triton pipelines a loop that holds a loop only where that is inside a branch; the branch costs registers
+            if tl.load(batch.time_bounds + bucket + 1) <= farthest:
+                by_time = _walk(by_time, gap, farthest, bucket, weights, batch)
+        else:
+            by_time = _walk(by_time, gap, farthest, bucket, weights, batch)
         bias += by_time
     return bias
 
