@@ -4,8 +4,8 @@
     OUT=results python benchmarks/gpu/parallel.py --worlds 1 2
     python benchmarks/gpu/parallel.py --device cpu --worlds 1 2      the same over gloo, small sizes: a dry run
 
-Needs torch, TorchRec and FBGEMM (a CUDA build; a folder on PYTHONPATH will do) and numpy. It starts the processes of
-each world size by itself, one world after the other, and takes three to five minutes on two GPUs.
+Needs torch, TorchRec and FBGEMM (a CUDA build; a folder on PYTHONPATH will do) and numpy, but no pyarrow. It starts the
+processes of each world size by itself, one world after the other; each may take TIME_LIMIT_S.
 
 1. Parity: 20 steps of the debug model, row-wise AdaGrad and AdamW in float32, under every factorization of the world
    size, against one GPU: parameters, moments and tables within 1e-5, losses within 1e-5 (relative). Learning rates are
@@ -32,7 +32,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-WORKER = Path(__file__).with_name("parallel_rank.py")
+WORKER = Path(__file__).with_name("parallel_worker.py")
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (*ROOT.glob("packages/*/"), ROOT / "pipelines", ROOT / "benchmarks")
 TIME_LIMIT_S = 280
@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--worlds", type=int, nargs="+", choices=(1, 2, 4))
     parser.add_argument("--size", choices=("mid", "small"), help="default: mid on CUDA, small on the CPU")
-    parser.add_argument("--attention", choices=("eager", "triton"), default="eager")
+    parser.add_argument("--attention", choices=("eager", "triton"), help="default: triton on CUDA, eager on the CPU")
     parser.add_argument("--matmul", choices=("high", "highest"), default="high")
     parser.add_argument("--only", choices=("all", "parity", "speed"), default="all")
     given = parser.parse_args()
@@ -135,7 +135,8 @@ def main() -> int:
         parser.error("--worlds must begin with 1: it is what the others are compared with")
     found: dict[int, dict[str, Any]] = {}
     failures = []
-    arguments = [given.device, size, given.attention, given.matmul, given.only]
+    attention = given.attention or ("triton" if given.device == "cuda" else "eager")
+    arguments = [given.device, size, attention, given.matmul, given.only]
     with tempfile.TemporaryDirectory() as work:
         for world in worlds:
             try:
@@ -148,7 +149,7 @@ def main() -> int:
                     break
     out = Path(os.environ.get("OUT", "."))
     out.mkdir(parents=True, exist_ok=True)
-    record = {"arguments": vars(given), "size": size, "worlds": found, "failures": failures}
+    record = {"arguments": vars(given), "size": size, "attention": attention, "worlds": found, "failures": failures}
     (out / "parallel.json").write_text(json.dumps(record, indent=1))
     if found:
         print_table(rows_of(found))

@@ -1,4 +1,4 @@
-"""One rank of parallel.py: `python parallel_rank.py WORK DEVICE SIZE ATTENTION MATMUL ONLY`. Rank and world come
+"""One rank of parallel.py: `python parallel_worker.py WORK DEVICE SIZE ATTENTION MATMUL ONLY`. Rank and world come
 by environment, the packages by PYTHONPATH; parallel.py sees to both.
 
 Rank 0 writes WORK/world-<n>.json. At world size 1 the states that others are compared with go to WORK/<name>.pt.
@@ -6,6 +6,8 @@ Rank 0 writes WORK/world-<n>.json. At world size 1 the states that others are co
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -47,8 +49,16 @@ def make_trainer(schema: Any, config: Any, runtime: Runtime) -> Trainer:
     return Trainer(parallel, schema=schema, config=config, runtime=runtime, total_steps=config.train.steps or 1)
 
 
-def step(trainer: Trainer, batch: Any) -> dict[str, Any]:
-    return trainer.step([batch], clock=PartClock(device=trainer.runtime.device, synchronize=False))
+def train(trainer: Trainer, batches: list[list[Any]], steps: int, *, after: Any = None) -> list[dict[str, Any]]:
+    """`steps` steps on the batches in turn, the next one announced as the job does; `after()` follows each."""
+    records = []
+    for number in range(steps):
+        coming = batches[(number + 1) % len(batches)] if number + 1 < steps else None
+        clock = PartClock(device=trainer.runtime.device, synchronize=False)
+        records.append(trainer.step(batches[number % len(batches)], clock=clock, upcoming=coming))
+        if after is not None:
+            after()
+    return records
 
 
 # ------------------------------------------------------------------------------------------------ parity
@@ -65,12 +75,13 @@ def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def parity(work: Path, runtime: Runtime) -> list[dict[str, Any]]:
     """Every factorization of this world size, 20 steps, against one process: the largest difference."""
-    schema, batches = cases.parity_schema(), cases.parity_batches(runtime.rank, runtime.world_size)
+    schema = cases.parity_schema()
+    batches = [[batch] for batch in cases.parity_batches(runtime.rank, runtime.world_size)]
     rows = []
     for name, (section, model) in cases.PARITY[runtime.world_size].items():
         start = time.perf_counter()
         trainer = make_trainer(schema, cases.parity_config(section, model), runtime)
-        losses = [step(trainer, batch)["loss"] for batch in batches]
+        losses = [record["loss"] for record in train(trainer, batches, len(batches))]
         state = whole_state(trainer)
         if runtime.world_size == 1:
             torch.save({"state": state, "losses": losses}, work / f"{model}.pt")
@@ -104,9 +115,10 @@ def compare(oracle: Path, state: dict[str, torch.Tensor], losses: list[float]) -
 def speed(work: Path, runtime: Runtime, size: cases.Size, attention: str) -> dict[str, Any]:
     """The mid-size recipe under the factorizations of this world size; a rank's batch is the same at every size."""
     schema, world = cases.speed_schema(size), runtime.world_size
-    batches = [
+    drawn = [
         cases.draw_batch(schema, size.rows, mean=size.events, seed=1000 * runtime.rank + number) for number in range(4)
     ]
+    batches = [[dataclasses.replace(batch, global_rows=world * size.rows)] for batch in drawn]
     device = measured_device(runtime)
     topology = measured_topology(runtime, device)
     rows = []
@@ -143,17 +155,16 @@ def with_peer_copies(trainer: Trainer, batches: list[Any], steps: int) -> dict[s
 def timed(trainer: Trainer, batches: list[Any], steps: int) -> dict[str, Any]:
     """Median step of the slowest rank, bytes by axis of one step, exposed communication of the profiled steps."""
     runtime = trainer.runtime
-    for number in range(5):
-        step(trainer, batches[number % len(batches)])
+    train(trainer, batches, 5)
     traffic = counted(trainer, batches[0])
-    seconds = []
-    for number in range(steps):
-        runtime.barrier()
+    marks = [begin(runtime)]
+
+    def mark() -> None:
         synchronize(runtime)
-        start = time.perf_counter()
-        step(trainer, batches[number % len(batches)])
-        synchronize(runtime)
-        seconds.append(time.perf_counter() - start)
+        marks.append(time.perf_counter())
+
+    train(trainer, batches, steps, after=mark)
+    seconds = [stop - start for start, stop in itertools.pairwise(marks)]
     exposed = profiled(trainer, batches) if runtime.device.type == "cuda" else {}
     return {
         "step_s": slowest(statistics.median(seconds), runtime),
@@ -164,7 +175,14 @@ def timed(trainer: Trainer, batches: list[Any], steps: int) -> dict[str, Any]:
     }
 
 
-def counted(trainer: Trainer, batch: Any) -> Traffic:
+def begin(runtime: Runtime) -> float:
+    """The time at which all ranks are ready."""
+    runtime.barrier()
+    synchronize(runtime)
+    return time.perf_counter()
+
+
+def counted(trainer: Trainer, batch: list[Any]) -> Traffic:
     """What rank 0 sends in one step. Axes over the same ranks share a group, which has the name of one of them."""
     meshes, world = trainer.parallel.meshes, torch.distributed.group.WORLD
     assert world is not None
@@ -172,7 +190,7 @@ def counted(trainer: Trainer, batch: Any) -> Traffic:
     preferred = [axis for axis in ("shard", "table_shard", "expert", "replicate", "table_replica") if axis in groups]
     traffic = Traffic()
     with observe_traffic(groups, traffic, order=preferred):
-        step(trainer, batch)
+        train(trainer, [batch], 1)
     return traffic
 
 
@@ -191,8 +209,7 @@ def profiled(trainer: Trainer, batches: list[Any], steps: int = 3) -> dict[str, 
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        for number in range(steps):
-            step(trainer, batches[number % len(batches)])
+        train(trainer, batches, steps)
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
@@ -326,7 +343,7 @@ def measure(work: Path, runtime: Runtime, size: cases.Size, *, attention: str, m
     return speed(work, runtime, size, attention)
 
 
-def main() -> None:
+def main(absent: list[str]) -> None:
     work, device, size_name, attention, matmul, only = sys.argv[1:7]
     runtime = start_runtime(device=device, threads=1, deterministic=True, timeout=timedelta(seconds=120))
     found: dict[str, Any] = {"world_size": runtime.world_size, "parity": [], "speed": {"rows": []}}
@@ -335,11 +352,7 @@ def main() -> None:
     if only != "parity":
         found["speed"] = measure(Path(work), runtime, cases.SIZES[size_name], attention=attention, matmul=matmul)
     if runtime.is_main:
-        found |= {"device": describe_device(0).to_json(), "torch": torch.__version__}
+        found |= {"device": describe_device(0).to_json(), "torch": torch.__version__, "stood_in": absent}
         (Path(work) / f"world-{runtime.world_size}.json").write_text(json.dumps(found, indent=1))
     runtime.barrier()
     runtime.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -63,7 +63,7 @@ class Agreement:
         error: BatchError | None = None
         try:
             for batch in batches:
-                check_batch(batch, self.schema)
+                check_batch(batch, self.schema, open_ids=self.config.tables.open_ids())
         except BatchError as found:
             error = found
         weights, counts = self._exchange(*self._own_sums(batches if error is None else (), bad=error is not None))

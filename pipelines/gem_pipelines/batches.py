@@ -10,6 +10,8 @@ Legend: B rows, T tasks, K id features, N values.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from gem_data.interface import Batch, EventStream, Schema
 from torch import Tensor
@@ -20,8 +22,11 @@ class BatchError(ValueError):
     """A batch that must not be trained: names feature, row, sample id and place in the data."""
 
 
-def check_batch(batch: Batch, schema: Schema) -> None:
-    """Raise BatchError at the first label, weight, dense value, id or offset that is wrong. Changes nothing."""
+def check_batch(batch: Batch, schema: Schema, *, open_ids: Collection[str] = ()) -> None:
+    """Raise BatchError at the first label, weight, dense value, id or offset that is wrong. Changes nothing.
+
+    open_ids: features whose ids may lie outside their table.
+    """
     rows = batch.sample_ids.shape[0]
     tasks = [label.name for label in schema.labels]
     _check_shape(batch.labels, (rows, len(tasks)), "labels")
@@ -34,7 +39,7 @@ def check_batch(batch: Batch, schema: Schema) -> None:
     _check_cells(batch, schema, weights_BT, kind="weight", names=tasks, good=finite, expected="finite and at least 0")
     finite = torch.isfinite(batch.dense)
     _check_cells(batch, schema, batch.dense, kind="dense", names=schema.dense, good=finite, expected="finite")
-    _check_ids(batch, schema, rows)
+    _check_ids(batch, schema, rows, open_ids)
     _check_streams(batch, schema, rows)
 
 
@@ -68,7 +73,7 @@ def _place(batch: Batch, schema: Schema, row: int) -> str:
     return f" (sample_id {sample}: {path}, row group {group}, row {inside}); nothing of this batch was trained"
 
 
-def _check_ids(batch: Batch, schema: Schema, rows: int) -> None:
+def _check_ids(batch: Batch, schema: Schema, rows: int, open_ids: Collection[str]) -> None:
     features, table_rows = schema.id_features(), schema.table_rows()
     ids = batch.ids
     expected = [name for name, _ in features]
@@ -85,6 +90,8 @@ def _check_ids(batch: Batch, schema: Schema, rows: int) -> None:
     if sum(totals) != values.numel():
         raise BatchError(f"batch ids have {values.numel()} values, but their lengths sum to {sum(totals)}")
     for key, (name, table) in enumerate(features):
+        if name in open_ids:
+            continue
         part = values[sum(totals[:key]) : sum(totals[: key + 1])]
         limit = table_rows[table]
         if part.numel() and not (int(part.min()) >= 0 and int(part.max()) < limit):

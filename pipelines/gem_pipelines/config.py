@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gem_pipelines.config_codec import check_types
-from gem_pipelines.errors import ConfigError
+from gem_pipelines.errors import ConfigError, did_you_mean
 from gem_pipelines.model.config import ModelConfig
 
 FREE_ON_RESUME = frozenset(
@@ -51,6 +51,9 @@ FREE_ON_RESUME = frozenset(
         "parallel.table_sharding",
         "parallel.fully_sharded",
         "parallel.overlap",
+        "tables.sharding",
+        "tables.planner",
+        "tables.cache_share",
         "data.source",
         "data.options",
         "data.cache",
@@ -58,6 +61,21 @@ FREE_ON_RESUME = frozenset(
         "name",
     }
 )
+
+
+POLICIES = ("error", "drop", "hash")
+SHARDINGS = ("table_wise", "row_wise")
+
+
+def _pairs(key: str, texts: tuple[str, ...], expected: str) -> dict[str, str]:
+    """{"a": "b"} of "a=b"."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or name in found:
+            raise ConfigError(f"{key}: {text!r}; expected {expected}")
+        found[name] = value
+    return found
 
 
 def _at_least(section: str, minimum: float, **values: float | None) -> None:
@@ -113,10 +131,40 @@ class TablesConfig:
     """Added to the root of the second moment."""
     scheduled: bool = True
     """Apply warm-up and schedule to the tables too."""
+    sharding: tuple[str, ...] = ()
+    """How tables are cut over the processes of a copy, as table=kind: "table_wise" (whole on one) or "row_wise". What
+    is not named is table_wise, or what the planner says. The start record names what was done."""
+    planner: str | None = None
+    """A topology (TOML file, or the name of a shipped one): TorchRec's planner places the tables for it. None: whole
+    tables, largest first to the least loaded process."""
+    cache_share: float | None = None
+    """CUDA: keep the tables in host memory and so large a share of their rows in a cache on the device. None: tables on
+    the device. Needs parallel.table_replica 1."""
+    policies: tuple[str, ...] = ()
+    """What happens to ids outside their table, as feature=policy; "error" (stop the run) where a feature is not named.
+    "drop": no vector, or zeros; "hash": another row, never row 0. Counted by feature in metrics and report."""
 
     def __post_init__(self) -> None:
         check_types(self, "tables")
         _at_least("tables", 0, lr=self.lr, eps=self.eps)
+        for table, kind in self.sharding_of().items():
+            if kind not in SHARDINGS:
+                raise ConfigError(f"tables.sharding: {table}={kind}; {did_you_mean(kind, SHARDINGS)}")
+        for feature, policy in self.policy_of().items():
+            if policy not in POLICIES:
+                raise ConfigError(f"tables.policies: {feature}={policy}; {did_you_mean(policy, POLICIES)}")
+
+    def policy_of(self) -> dict[str, str]:
+        """Feature -> policy."""
+        return _pairs("tables.policies", self.policies, "feature=policy, each feature once")
+
+    def sharding_of(self) -> dict[str, str]:
+        """Table -> kind."""
+        return _pairs("tables.sharding", self.sharding, "table=kind, each table once")
+
+    def open_ids(self) -> tuple[str, ...]:
+        """Features whose ids may lie outside their table."""
+        return tuple(feature for feature, policy in self.policy_of().items() if policy != "error")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +216,8 @@ class ParallelConfig:
     fully_sharded: bool = False
     """Between steps each process keeps 1 / table_replica of its part of the tables."""
     table_sharding: Literal["table_wise", "row_wise"] = "table_wise"
-    """How a copy of the tables lies on its processes: each table whole on one, or cut over all. Computes the same."""
+    """How a copy of the tables lies on its processes: each table whole on one, or cut over all (but for tables with too
+    few rows). Computes the same; tables.sharding says it table by table."""
     table_sync: Literal["gradients", "average"] = "gradients"
     """"gradients": copies apply the same sum of gradients, the model of one process. "average": each copy applies its
     own, then weights and moments are averaged; fewer bytes, another model."""
@@ -176,6 +225,8 @@ class ParallelConfig:
     """"average": micro-batches between two averages."""
     moment_scaling: bool = True
     """"average": divide the second moment by table_replica, which keeps the size of steps."""
+    overlap: bool = True
+    """Check the next step's batches and send their ids to the tables' owners while this step is computed."""
 
     def __post_init__(self) -> None:
         check_types(self, "parallel")
@@ -189,36 +240,6 @@ class ParallelConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """The job: how long, what is written and measured on the way, and on what it runs."""
-
-    steps: int | None = None
-    """Optimizer steps in total; None: as many as `epochs` hold."""
-    epochs: int = 1
-    """Passes over the training split, where steps is None."""
-    seed: int = 0
-    """Seeds initialisation, shuffling and dropout."""
-    overlap: bool = True
-    """Check the next step's batches and send their ids to the tables' owners while this step is computed."""
-    task_weights: tuple[float, ...] = ()
-    """Weight of each task's loss, in schema order; empty: 1 each."""
-    metric_window: int = 50
-    """Steps of the window metrics."""
-    eval_every: int = 0
-    """Evaluate every so many steps; 0: only at the end."""
-    eval_batch_size: int = 2048
-    """Rows of one evaluation batch over all processes."""
-    survey_rows: int = 1_000_000
-    """Data of at most so many rows are read once before the run, every value checked, lengths and rates noted for the
-    report; and counting floors are computed at the end. 0: never."""
-    predictions: bool = True
-    """Write predictions-<step>.parquet at each evaluation."""
-    checkpoint_every: int = 0
-    """Write a checkpoint every so many steps; 0: only at the end."""
-    keep_checkpoints: int = 3
-    """How many of the newest sound checkpoints are kept."""
-    checkpoint_async: bool = True
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
     """How rows are spread so that every process's step takes alike long. Loss and gradients are weighted by true
@@ -249,9 +270,41 @@ class BalanceConfig:
             raise ConfigError(f"balance.budget is {self.budget}, expected above 0, or None")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The job: how long, what is written and measured on the way, and on what it runs."""
+
+    steps: int | None = None
+    """Optimizer steps in total; None: as many as `epochs` hold."""
+    epochs: int = 1
+    """Passes over the training split, where steps is None."""
+    seed: int = 0
+    """Seeds initialisation, shuffling and dropout."""
+    task_weights: tuple[float, ...] = ()
+    """Weight of each task's loss, in schema order; empty: 1 each."""
+    metric_window: int = 50
+    """Steps of the window metrics."""
+    eval_every: int = 0
+    """Evaluate every so many steps; 0: only at the end."""
+    eval_batch_size: int = 2048
+    """Rows of one evaluation batch over all processes."""
+    survey_rows: int = 1_000_000
+    """Data of at most so many rows are read once before the run, every value checked, lengths and rates noted for the
+    report; and counting floors are computed at the end. 0: never."""
+    predictions: bool = True
+    """Write predictions-<step>.parquet at each evaluation."""
+    checkpoint_every: int = 0
+    """Write a checkpoint every so many steps; 0: only at the end."""
+    keep_checkpoints: int = 3
+    """How many of the newest sound checkpoints are kept."""
+    checkpoint_async: bool = True
     """Write checkpoints beside training, from a snapshot; False: training waits until each is durable."""
     checkpoint_full_every: int = 1
     """Every so many checkpoints a full one; those between hold the table rows that changed since (1: all full)."""
+    init_from: str | None = None
+    """A checkpoint directory of another run whose weights this run starts from."""
+    init_partial: bool = False
+    """Take from init_from what fits, and name the rest; False: everything must fit."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """After a checkpoint that could not be written: stop, or go on, counted and told. The last one must succeed."""
     max_skipped_steps: int = 0
@@ -288,6 +341,8 @@ class BalanceConfig:
         _at_least("train", 1, steps=self.steps, epochs=self.epochs, metric_window=self.metric_window)
         _at_least("train", 1, eval_batch_size=self.eval_batch_size, keep_checkpoints=self.keep_checkpoints)
         _at_least("train", 1, checkpoint_full_every=self.checkpoint_full_every)
+        _at_least("train", 1, restart_limit=self.restart_limit)
+        _at_least("train", 0, hang_limit_s=self.hang_limit_s)
         _at_least("train", 1, record_every=self.record_every, print_every=self.print_every, threads=self.threads)
         _at_least("train", 0, eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
         _at_least("train", 0, max_skipped_steps=self.max_skipped_steps)
@@ -310,12 +365,9 @@ class RunConfig:
     tables: TablesConfig = field(default_factory=TablesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    init_from: str | None = None
-    """A checkpoint directory of another run whose weights this run starts from."""
-    init_partial: bool = False
-    """Take from init_from what fits, and name the rest; False: everything must fit."""
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -326,6 +378,3 @@ class RunConfig:
                 f"data.accumulate {self.data.accumulate}: a checkpoint averages the tables, so checkpoint_every must "
                 "be a multiple of table_sync_every, and accumulate 1; otherwise saving would change the run"
             )
-        _at_least("train", 1, restart_limit=self.restart_limit)
-        _at_least("train", 0, hang_limit_s=self.hang_limit_s)
-    balance: BalanceConfig = field(default_factory=BalanceConfig)

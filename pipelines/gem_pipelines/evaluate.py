@@ -40,10 +40,11 @@ def predict(parallel: ParallelModel, loader: Loader, *, schema: Schema, runtime:
     try:
         with torch.no_grad():
             for batch in loader.epoch():
-                check_batch(batch, schema)
+                check_batch(batch, schema, open_ids=parallel.policies)
                 rows = batch.sample_ids.shape[0]
                 placed = pad_empty(batch, schema).to(runtime.device)
-                inputs = to_model_input(placed, parallel.tables(placed.ids), schema=schema)
+                vectors = parallel.tables(placed.ids)
+                inputs = to_model_input(placed, vectors, schema=schema, policies=parallel.policies)
                 logits_BT = parallel.module(inputs)[:rows]
                 p_BT = torch.sigmoid(logits_BT.double()).cpu()
                 ids.append(torch.stack([batch.sample_ids, batch.user_ids], dim=1))

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from gem_data.interface import Batch, Schema
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from gem_pipelines.model.inputs import ModelInput, StreamInput
 
 
-def to_model_input(batch: Batch, embeddings: dict[str, Tensor], *, schema: Schema) -> ModelInput:
+def to_model_input(
+    batch: Batch, embeddings: dict[str, Tensor], *, schema: Schema, policies: Mapping[str, str] | None = None
+) -> ModelInput:
     """Name, pool and shape; no learned number is involved.
 
     Lists whose table is also used by scalars or events come as single vectors and are averaged here (an empty list
-    gives 0); the others come averaged from the tables. Reads one number per stream, the longest row, so it waits for
+    gives 0); the others come averaged from the tables. An id that the policy "drop" took out has a vector of zeros and
+    does not count in the average, as in the tables. Reads one number per stream, the longest row, so it waits for
     the device unless the batch is on the CPU.
 
     Example: lists ids.tags of [[3, 5], []] over a shared table: vectors e3, e5 become rows (e3 + e5) / 2 and 0.
@@ -22,7 +28,10 @@ def to_model_input(batch: Batch, embeddings: dict[str, Tensor], *, schema: Schem
     vectors = dict(embeddings)
     for feature in schema.lists:
         if feature.table in used_once:
-            vectors[feature.name] = mean_of_rows(vectors[feature.name], batch.ids[feature.name].lengths())
+            jagged, limit = batch.ids[feature.name], None
+            if (policies or {}).get(feature.name) == "drop":
+                limit = schema.table_rows()[feature.table]
+            vectors[feature.name] = mean_of_rows(vectors[feature.name], jagged.lengths(), _counting(jagged, limit))
     streams = {}
     for name, stream in batch.streams.items():
         lengths = stream.offsets.diff()
@@ -40,8 +49,19 @@ def _tables_of_single_ids(schema: Schema) -> list[str]:
     return [feature.table for feature in schema.scalars] + events
 
 
-def mean_of_rows(vectors_ND: Tensor, lengths_B: Tensor) -> Tensor:
-    """(B, D) means of consecutive vectors: lengths [2, 0, 1] average rows 0-1, nothing (0), and row 2."""
+def _counting(jagged: JaggedTensor, limit: int | None) -> Tensor | None:
+    """(N,) which ids are inside a table of `limit` rows; None: all."""
+    return None if limit is None else (jagged.values() >= 0) & (jagged.values() < limit)
+
+
+def mean_of_rows(vectors_ND: Tensor, lengths_B: Tensor, counting_N: Tensor | None = None) -> Tensor:
+    """(B, D) means of consecutive vectors: lengths [2, 0, 1] average rows 0-1, nothing (0), and row 2.
+
+    counting_N: which vectors count in the number that is divided by; the others must be zeros.
+    """
     row_N = torch.repeat_interleave(lengths_B, output_size=vectors_ND.shape[0])
     sums_BD = vectors_ND.new_zeros(lengths_B.shape[0], vectors_ND.shape[1]).index_add(0, row_N, vectors_ND)
-    return sums_BD / lengths_B.clamp(min=1).to(sums_BD.dtype)[:, None]
+    counts_B = lengths_B
+    if counting_N is not None:
+        counts_B = torch.zeros_like(lengths_B).index_add(0, row_N, counting_N.to(lengths_B.dtype))
+    return sums_BD / counts_B.clamp(min=1).to(sums_BD.dtype)[:, None]

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from gem_data.api import build_loader, inspect_dataset, read_schema
-from gem_data.interface import LoaderConfig, Schema
+from gem_data.interface import CostModel, Loader, LoaderConfig, Schema
 
+from gem_pipelines.balance import BalancedLoader
 from gem_pipelines.checkpoint_start import start_from
 from gem_pipelines.config import RunConfig
 from gem_pipelines.contract import check_versions, installed_versions
+from gem_pipelines.cost import load_model
 from gem_pipelines.data_source import data_directory
-from gem_pipelines.errors import RunError
+from gem_pipelines.errors import ConfigError, RunError, did_you_mean
 from gem_pipelines.loop import Job, Outcome
 from gem_pipelines.model.build import build_model, table_specs
 from gem_pipelines.parallelize import parallelize, seed_everything
@@ -91,7 +93,9 @@ def _run(request: Request, directory: RunDirectory, lock: RunLock | None, runtim
     say = print if runtime.is_main else lambda *_, **__: None
     say(f"run: {directory.path}")
     data = data_directory(config.data, runtime=runtime, say=say)
-    survey = survey_data(data, row_limit=config.train.survey_rows, runtime=runtime)
+    check_policies(config, read_schema(data))
+    row_limit = config.train.survey_rows
+    survey = survey_data(data, row_limit=row_limit, runtime=runtime, open_ids=config.tables.open_ids())
     job = build(config, data=data, directory=directory, runtime=runtime, lock=lock)
     first = job.restore_latest() if request.resume else 0
     if config.train.init_from is not None and first == 0:
@@ -115,7 +119,17 @@ def _run(request: Request, directory: RunDirectory, lock: RunLock | None, runtim
     return job.train(resumed_from=first if request.resume else None, survey=survey)
 
 
-def survey_data(data: Path, *, row_limit: int, runtime: Runtime) -> dict[str, Any] | None:
+def check_policies(config: RunConfig, schema: Schema) -> None:
+    """Raise ConfigError for a policy of a feature that the data do not have."""
+    known = [key for key, _ in schema.id_features()]
+    for feature in config.tables.policy_of():
+        if feature not in known:
+            raise ConfigError(f"tables.policies names feature {feature!r}; {did_you_mean(feature, known)}")
+
+
+def survey_data(
+    data: Path, *, row_limit: int, runtime: Runtime, open_ids: tuple[str, ...] = ()
+) -> dict[str, Any] | None:
     """What is in the data, with every value checked, on rank 0; None elsewhere, and for more than `row_limit` rows.
 
     A bad value stops all ranks before the run begins. Larger data are checked as they are read.
@@ -125,7 +139,7 @@ def survey_data(data: Path, *, row_limit: int, runtime: Runtime) -> dict[str, An
     found: list[dict[str, Any]] = []
 
     def survey() -> None:
-        found.append(inspect_dataset(data, check=True))
+        found.append(inspect_dataset(data, check=True, open_ids=open_ids))
         check_split_times(data, found[0])
 
     runtime.on_main(survey)
@@ -152,9 +166,9 @@ def within(schema: Schema, max_length: int | None) -> Schema:
     return dataclasses.replace(schema, streams=streams)
 
 
-def loader_config(config: RunConfig) -> LoaderConfig:
-    """Settings of the training loader."""
-    data = config.data
+def loader_config(config: RunConfig, cost: CostModel | None = None) -> LoaderConfig:
+    """Settings of the training loader. `cost`: the load of a row, where base batches are moved by it."""
+    data, base = config.data, config.balance.method == "base"
     return LoaderConfig(
         global_batch_size=data.global_batch_size,
         seed=config.train.seed,
@@ -164,6 +178,32 @@ def loader_config(config: RunConfig) -> LoaderConfig:
         max_length=data.max_length,
         drop_last=data.drop_last,
         prefetch=data.prefetch,
+        open_ids=config.tables.open_ids(),
+        base_batch=config.balance.base_batch if base else None,
+        base_pool=config.balance.base_pool if base else LoaderConfig.base_pool,
+        cost=cost if base else None,
+    )
+
+
+def training_loader(config: RunConfig, *, data: Path, cost: CostModel, runtime: Runtime) -> Loader:
+    """The loader of a run, with its balance. A collective: every rank calls it at the same time."""
+    loader = build_loader(
+        data,
+        split="train",
+        config=loader_config(config, cost),
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+    )
+    balance = config.balance
+    if balance.method != "global" or runtime.world_size == 1:
+        return loader
+    return BalancedLoader(
+        loader,
+        cost=cost,
+        runtime=runtime,
+        global_batch_size=config.data.global_batch_size,
+        method=balance.partition,
+        counts=balance.counts,
     )
 
 
@@ -172,10 +212,9 @@ def build(
 ) -> Job:
     """Loader, model, tables and trainer of one job, at step 0."""
     seed_everything(config.train.seed, rank=runtime.rank)
-    loader = build_loader(
-        data, split="train", config=loader_config(config), rank=runtime.rank, world_size=runtime.world_size
-    )
-    schema = within(loader.schema, config.data.max_length)
+    schema = within(read_schema(data), config.data.max_length)
+    cost = load_model(config.balance, schema, config.model)
+    loader = training_loader(config, data=data, cost=cost, runtime=runtime)
     steps_per_epoch = -(-loader.batches_per_epoch // config.data.accumulate)
     total_steps = config.train.steps or config.train.epochs * steps_per_epoch
     parallel = parallelize(
@@ -185,6 +224,14 @@ def build(
         parallel=config.parallel,
         seed=config.train.seed,
         runtime=runtime,
+        rows_per_rank=-(-config.data.global_batch_size // runtime.world_size),
     )
-    trainer = Trainer(parallel, schema=schema, config=config, runtime=runtime, total_steps=total_steps)
-    return Job(trainer=trainer, loader=loader, data=data, directory=directory, total_steps=total_steps, lock=lock)
+    trainer = Trainer(parallel, schema=schema, config=config, runtime=runtime, total_steps=total_steps, cost=cost)
+    return Job(
+        trainer=trainer,
+        loader=loader,
+        data=data,
+        directory=directory,
+        total_steps=total_steps,
+        lock=lock,
+    )

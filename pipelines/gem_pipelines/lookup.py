@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 from gem_data.interface import Batch
-from gem_embeddings.interface import Tables, TableSpec
+from gem_embeddings.interface import Prepared, Tables, TableSpec
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -55,9 +55,13 @@ class Lookup:
         torch.autograd.backward([vector for vector, _ in pairs], [grad for _, grad in pairs])
 
 
-def look_up(tables: Tables, specs: Sequence[TableSpec], batches: Sequence[Batch]) -> Lookup:
-    """Look up the ids of all micro-batches in one call. Changes nothing."""
-    vectors = tables(join_ids([batch.ids for batch in batches]))
+def look_up(
+    tables: Tables, specs: Sequence[TableSpec], batches: Sequence[Batch], prepared: Prepared | None = None
+) -> Lookup:
+    """Look up the ids of all micro-batches in one call. Changes nothing. prepared: of their joined ids."""
+    if prepared is None:
+        prepared = tables.prepare(join_ids([batch.ids for batch in batches]))
+    vectors = tables.look_up(prepared)
     if len(batches) == 1:
         parts: tuple[dict[str, Tensor], ...] = (vectors,)
     else:

@@ -82,6 +82,7 @@ class Job:
         self.supervision = Supervision()
         self._sinks: Sinks | None = None
         self._last_eval: dict[str, Any] | None = None
+        self._announced: list[Batch] | ValueError | None = None
 
     def restore_latest(self) -> int:
         """Load the newest sound checkpoint and return its step; 0 where the run was killed before its first."""
@@ -156,9 +157,10 @@ class Job:
         clock = PartClock(device=self.runtime.device, synchronize=profiled)
         with clock.part("read"):
             batches = self._read(steps)
+            upcoming = self._announce(steps, batches)
         self.supervision.rows(batches)
         with clock.watching(self.trainer.parallel.module.parts()) if profiled else nullcontext():
-            record = self.trainer.step(batches, clock=clock, profiled=profiled)
+            record = self.trainer.step(batches, clock=clock, profiled=profiled, upcoming=upcoming)
         self.loader.mark_trained(batches[-1])
         if record["kind"] == "skip":
             self._record_skip(record)
@@ -171,15 +173,32 @@ class Job:
 
     def _read(self, steps: Iterator[list[Batch]]) -> list[Batch]:
         """The next step's batches. Data that cannot be read here stops every rank at this step, not this one alone."""
+        coming, self._announced = self._announced or self._fetch(steps), None
+        if isinstance(coming, ValueError):
+            self.trainer.stop_together(coming)
+        self.trainer.position.epoch = coming[0].step // self.loader.batches_per_epoch
+        return coming
+
+    def _fetch(self, steps: Iterator[list[Batch]]) -> list[Batch] | ValueError:
+        """The batches of one more step, or why there can be none."""
         failed = self.saver.failure()
         if failed is not None:
-            self.trainer.stop_together(failed)
+            return failed
         try:
-            batches = next(steps)
+            return next(steps)
         except ValueError as error:
-            self.trainer.stop_together(error)
-        self.trainer.position.epoch = batches[0].step // self.loader.batches_per_epoch
-        return batches
+            return error
+
+    def _announce(self, steps: Iterator[list[Batch]], batches: list[Batch]) -> list[Batch] | ValueError | None:
+        """What the next step will train, so that this one can make it ready; None before an evaluation, a checkpoint,
+        another epoch or the end, which then find no step begun.
+        """
+        step = self.trainer.position.step + 1
+        ends_epoch = (batches[-1].step + 1) % self.loader.batches_per_epoch == 0
+        if not self.config.parallel.overlap or ends_epoch or self._saves_at(step) or self._evaluates_at(step):
+            return None
+        self._announced = self._fetch(steps)
+        return self._announced
 
     def _record_skip(self, record: dict[str, Any]) -> None:
         self._write(record)
@@ -198,6 +217,8 @@ class Job:
             "mfu": record["flops"] / seconds / peak,
             "memory_bytes": memory_bytes(self.runtime.device),
         }
+        if self.trainer.parallel.policies:
+            record |= self._policy_counts()
         if parts is not None:
             record["seconds_by_part"] = parts
         self._write(record)
@@ -206,20 +227,36 @@ class Job:
 
     def _save_and_evaluate(self) -> None:
         """The checkpoint comes first: what was trained must outlive an evaluation that fails."""
-        train, step = self.config.train, self.trainer.position.step
-        if step == self.total_steps or (train.checkpoint_every and step % train.checkpoint_every == 0):
+        step = self.trainer.position.step
+        if self._saves_at(step):
             self.supervision.enter("save", step=step)
             self.saver.save(self.trainer, self.loader)
         self._record_saves()
-        if self._evaluation_is_due():
+        if self._evaluates_at(step):
             self._evaluate()
+
+    def _saves_at(self, step: int) -> bool:
+        every = self.config.train.checkpoint_every
+        return step == self.total_steps or bool(every and step % every == 0)
+
+    def _policy_counts(self) -> dict[str, dict[str, int]]:
+        """Ids seen, and those outside their table, by feature with a policy; over all ranks since this process began,
+        evaluations included.
+        """
+        counts = self.trainer.parallel.tables.policy_counts()
+        own = torch.tensor([[found["ids"], found["outside"]] for found in counts.values()], dtype=torch.float64)
+        seen, outside = self.runtime.sum(own).long().t().tolist()
+        return {
+            "ids_seen": dict(zip(counts, seen, strict=True)),
+            "ids_outside": dict(zip(counts, outside, strict=True)),
+        }
 
     def _record_saves(self) -> None:
         for record in self.saver.records():
             self._write(record)
 
-    def _evaluation_is_due(self) -> bool:
-        every, step = self.config.train.eval_every, self.trainer.position.step
+    def _evaluates_at(self, step: int) -> bool:
+        every = self.config.train.eval_every
         return step == self.total_steps or bool(every and step % every == 0)
 
     def _misses_evaluation(self) -> bool:
@@ -228,7 +265,7 @@ class Job:
         """
         step = self.trainer.position.step
         done = self.runtime.from_main(str(int(self.directory.has_evaluation(step)) if self.runtime.is_main else 0))
-        return step > 0 and self._evaluation_is_due() and (done == "0" or step == self.total_steps)
+        return step > 0 and self._evaluates_at(step) and (done == "0" or step == self.total_steps)
 
     def _evaluate(self) -> None:
         self.supervision.enter("evaluate", step=self.trainer.position.step)
@@ -238,6 +275,7 @@ class Job:
             shuffle=False,
             max_length=self.config.data.max_length,
             prefetch=self.config.data.prefetch,
+            open_ids=self.config.tables.open_ids(),
         )
         loader = build_loader(
             self.data, split="eval", config=config, rank=self.runtime.rank, world_size=self.runtime.world_size
@@ -274,6 +312,7 @@ class Job:
             "config": to_json(self.config),
             "world_size": self.runtime.world_size,
             "parameters": parameter_counts(self.trainer.parallel),
+            "table_placement": self.trainer.parallel.tables.placement(),
             "peak_flops_per_s": peak,
             "peak_source": "measured" if self.config.train.peak_flops_per_s is None else "given",
             "data": survey,

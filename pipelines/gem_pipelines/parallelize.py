@@ -14,22 +14,22 @@ The model is made whole on every rank's CPU first, from one seed, so that start 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from gem_comm.api import make_collectives
+from gem_comm.api import make_collectives, read_topology
 from gem_comm.interface import Meshes
-from gem_embeddings.api import build_tables
-from gem_embeddings.interface import Replicas, RowWiseAdagrad, Tables, TableSpec
+from gem_embeddings.api import build_tables, rows_suffice
+from gem_embeddings.interface import PlannerInputs, Replicas, RowWiseAdagrad, Tables, TableSpec
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from gem_pipelines.config import ParallelConfig, TablesConfig
-from gem_pipelines.errors import RunError
+from gem_pipelines.errors import ConfigError, RunError, did_you_mean
 from gem_pipelines.model.inputs import ModelInput
 from gem_pipelines.parallel_dense import (
     Placement,
@@ -54,6 +54,7 @@ class ParallelModel:
     placement       where the parts of the dense parameters are
     dense_expected  canonical name of every tensor of the whole dense model -> shape and dtype
     meshes  process groups by axis; None where the world is the only group
+    policies  feature -> what happens to ids outside its table, where it is not an error
     """
 
     module: nn.Module
@@ -63,6 +64,7 @@ class ParallelModel:
     placement: Placement
     dense_expected: dict[str, tuple[tuple[int, ...], torch.dtype]]
     meshes: Meshes | None = None
+    policies: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, inputs: ModelInput) -> Tensor:
         """Logits (B, T)."""
@@ -109,8 +111,12 @@ def parallelize(
     seed: int,
     runtime: Runtime,
     parallel: ParallelConfig | None = None,
+    rows_per_rank: int = 512,
 ) -> ParallelModel:
-    """Move `model` to the device, build the tables, and cut or wrap what more than one process needs. A collective."""
+    """Move `model` to the device, build the tables, and cut or wrap what more than one process needs. A collective.
+
+    rows_per_rank: of a micro-batch, which TorchRec's planner asks for
+    """
     if config.impl == "reference" and runtime.world_size > 1:
         raise RunError(f"tables.impl is 'reference', which runs in one process; this run has {runtime.world_size}")
     parallel = parallel or ParallelConfig()
@@ -118,7 +124,15 @@ def parallelize(
     model = model.to(runtime.device)
     expected = {name: (tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
     forward, placement = _place_dense(model, meshes, runtime)
-    tables = _place_tables(specs, config, parallel=parallel, meshes=meshes, seed=seed, runtime=runtime)
+    tables = _place_tables(
+        specs,
+        config,
+        parallel=parallel,
+        meshes=meshes,
+        seed=seed,
+        runtime=runtime,
+        rows_per_rank=rows_per_rank,
+    )
     return ParallelModel(
         module=model,
         forward=forward,
@@ -127,6 +141,7 @@ def parallelize(
         placement=placement,
         dense_expected=expected,
         meshes=meshes,
+        policies={feature: policy for feature, policy in config.policy_of().items() if policy != "error"},
     )
 
 
@@ -153,6 +168,7 @@ def _place_tables(
     meshes: Meshes | None,
     seed: int,
     runtime: Runtime,
+    rows_per_rank: int,
 ) -> Tables:
     group, replicas = dist.group.WORLD, None
     if meshes is not None and meshes.layout.spec.table_replica > 1:
@@ -171,8 +187,39 @@ def _place_tables(
         process_group=group,
         device=runtime.device,
         impl=config.impl,
-        sharding={spec.name: parallel.table_sharding for spec in specs},
         replicas=replicas,
+        policies=config.policy_of(),  # type: ignore[arg-type]
+        sharding=_sharding(specs, config, parallel, dist.get_world_size(group)),  # type: ignore[arg-type]
+        cache_share=config.cache_share,
+        planner=None if config.planner is None else planner_inputs(config.planner, rows_per_rank),
+    )
+
+
+def _sharding(specs: Sequence[TableSpec], config: TablesConfig, parallel: ParallelConfig, ranks: int) -> dict[str, str]:
+    """Table -> kind, of the tables that the config decides: tables.sharding, else parallel.table_sharding (for a table
+    with too few rows to cut: whole), unless a planner is there to decide the rest.
+    """
+    named = config.sharding_of()
+    for table in named:
+        if table not in (known := [spec.name for spec in specs]):
+            raise ConfigError(f"tables.sharding names table {table!r}; {did_you_mean(table, known)}")
+    if parallel.table_sharding == "table_wise":
+        return named
+    return {spec.name: "row_wise" for spec in specs if rows_suffice(spec.rows, ranks)} | named
+
+
+def planner_inputs(topology: str, rows_per_rank: int) -> PlannerInputs:
+    """What TorchRec's planner is told of our topology: it knows two bandwidths, within a host and between hosts."""
+    found = read_topology(topology)
+    if found.device is None:
+        raise ConfigError(f"tables.planner: topology {topology!r} has no [device] table, which says a rank's memory")
+    return PlannerInputs(
+        rows_per_rank=rows_per_rank,
+        memory_bytes=found.device.memory_bytes,
+        host_memory_bytes=found.device.memory_bytes,
+        ranks_per_host=found.tiers[0].group_size or 1_000_000,
+        host_bytes_per_s=found.tiers[0].shared_bandwidth,
+        network_bytes_per_s=found.tiers[min(1, len(found.tiers) - 1)].shared_bandwidth,
     )
 
 

@@ -36,18 +36,20 @@ class Runtime:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Element-wise sum over ranks, a new tensor on the same device."""
-        total = values.detach().to(self.device, copy=True)
+        """Element-wise sum over ranks, a new tensor on the same device. Numbers on the CPU go over gloo: what the host
+        must know does not wait for what the device has still to do.
+        """
+        total = values.detach().clone()
         if self.world_size > 1:
             dist.all_reduce(total)
-        return total.to(values.device)
+        return total
 
     def max(self, values: Tensor) -> Tensor:
         """Element-wise maximum over ranks, a new tensor on the same device."""
-        total = values.detach().to(self.device, copy=True)
+        total = values.detach().clone()
         if self.world_size > 1:
             dist.all_reduce(total, op=dist.ReduceOp.MAX)
-        return total.to(values.device)
+        return total
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """Rows of all ranks, in rank order, on every rank. The ranks' numbers of rows may differ and may be 0.

@@ -10,6 +10,8 @@ and only then tables and dense parameters are updated (lookup.py says why in thi
 A step that fails stops the run. With train.max_skipped_steps above 0 it is left out instead: it counts as a step, so
 that step numbers, learning rates and checkpoints stay where they are, its samples are noted, and nothing is trained.
 
+A step that is told the batches of the next one makes them ready on the way (ready.py).
+
 Legend: B rows, T tasks.
 """
 
@@ -20,18 +22,21 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from gem_data.interface import Batch, Schema
+from gem_data.api import events_cost
+from gem_data.interface import Batch, CostModel, Schema
 from torch import Tensor
 
 from gem_pipelines.agreement import Agreement, RemoteBatchError, StepTotals
-from gem_pipelines.batches import BatchError, pad_empty
+from gem_pipelines.batches import BatchError
 from gem_pipelines.config import RunConfig
 from gem_pipelines.features import to_model_input
+from gem_pipelines.imbalance import WorkClock, measure_imbalance, own_load, within_budget
 from gem_pipelines.lookup import LARGEST_GRADIENT, Lookup, bad_rows, largest_magnitude, look_up
 from gem_pipelines.loss import bce_by_task, mean_by_task, metric_sums, scaled_loss
 from gem_pipelines.metrics import BinarySums, TaskMetrics
 from gem_pipelines.optimizer import DenseOptimizer, GradientError
 from gem_pipelines.parallelize import ParallelModel
+from gem_pipelines.ready import Coming, NotReady, Ready, make_ready, try_ready
 from gem_pipelines.runtime import Runtime
 from gem_pipelines.timing import PartClock
 
@@ -75,8 +80,17 @@ class Trainer:
     """Holds what training changes. Every rank calls `step` with its part of the same global batches."""
 
     def __init__(
-        self, parallel: ParallelModel, *, schema: Schema, config: RunConfig, runtime: Runtime, total_steps: int
+        self,
+        parallel: ParallelModel,
+        *,
+        schema: Schema,
+        config: RunConfig,
+        runtime: Runtime,
+        total_steps: int,
+        cost: CostModel | None = None,
     ) -> None:
+        """cost: the load of a row; None: its events."""
+        self.cost = events_cost(schema) if cost is None else cost
         self.parallel = parallel
         self.schema = schema
         self.config = config
@@ -91,17 +105,25 @@ class Trainer:
         )
         self.metrics = TaskMetrics(self.tasks, window=config.train.metric_window)
         self.position = Position()
+        self._ahead: Ready | NotReady | None = None
         self._agreement = Agreement(schema=schema, config=config, runtime=runtime, tasks=self.tasks)
 
-    def step(self, batches: list[Batch], *, clock: PartClock, profiled: bool = False) -> dict[str, Any]:
+    def step(
+        self, batches: Coming, *, clock: PartClock, profiled: bool = False, upcoming: Coming | None = None
+    ) -> dict[str, Any]:
         """Train one step on `batches` and return its "train" record, without times, or its "skip" record.
+
+        upcoming  batches of the next step, which must then be given next; None: they are not known, or what lies
+                  between (an evaluation, a checkpoint, another epoch) must not meet a step that has begun
 
         Raises BatchError, LossError, GradientError or RemoteError on all ranks at the same step.
         """
-        random = self._random_state()
+        random, work = self._random_state(), WorkClock(self.runtime.device)
         try:
-            computed = self._compute(batches, clock=clock, profiled=profiled)
+            ready = self._begin(batches)
+            computed = self._compute(ready, clock=clock, work=work, profiled=profiled, upcoming=upcoming)
         except (BatchError, RemoteBatchError, LossError, GradientError) as error:
+            assert not isinstance(batches, ValueError)  # agreement.stop raised, which does not come here
             self.optimizer.clear()
             self._set_random_state(random)
             if self.position.skipped_steps >= self.config.train.max_skipped_steps:
@@ -111,26 +133,52 @@ class Trainer:
             computed.lookup.update(computed.gradients)
         with clock.part("optimizer"):
             lr, grad_norm = self.optimizer.step(self.position.step, computed.norm)
-        return self._account(computed.totals, computed.sums, lr=lr, grad_norm=grad_norm)
+        mine = own_load(ready.batches, cost=self.cost, seconds=work.seconds())
+        record = self._account(computed.totals, computed.sums, lr=lr, grad_norm=grad_norm)
+        return {**record, "imbalance": measure_imbalance(mine, self.runtime)}
 
     def stop_together(self, error: ValueError) -> NoReturn:
         """Tell the other ranks, which are at the start of the same step, that this one cannot go on. Then raise."""
-        self._agreement.stop(error, step=self.position.step + 1)
+        self._begin(error)
+        raise AssertionError("an error cannot be begun")
 
-    def _compute(self, batches: list[Batch], *, clock: PartClock, profiled: bool) -> Computed:
+    def _begin(self, batches: Coming) -> Ready:
+        """What the step before has made ready, or made so now. Raises what is wrong with the batches, on all ranks."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return make_ready(batches, step=self.position.step + 1, **self._ready_parts())
+        given = ahead.coming if isinstance(ahead, NotReady) else ahead.batches
+        assert given is batches, "another step than the one that was announced"
+        if isinstance(ahead, NotReady):
+            raise ahead.error
+        return ahead
+
+    def _ready_parts(self) -> dict[str, Any]:
+        tables, schema = self.parallel.tables, self.schema
+        return {"agreement": self._agreement, "tables": tables, "schema": schema, "cut": self._cut}
+
+    def _cut(self, batches: Sequence[Batch]) -> list[Batch]:
+        return within_budget(batches, self.schema, self.cost, self.config.balance.budget, self.runtime)
+
+    def _compute(
+        self, ready: Ready, *, clock: PartClock, work: WorkClock, profiled: bool, upcoming: Coming | None
+    ) -> Computed:
         """Losses and gradients of a step, agreed to be usable by all ranks. Changes no parameter, table or moment."""
-        totals = self._agreement.totals(batches, step=self.position.step + 1)
+        totals, batches, device = ready.totals, ready.batches, self.runtime.device
         self._set_table_rate()
-        device = self.runtime.device
-        padded = [pad_empty(batch, self.schema).to(device) for batch in batches]
+        padded = [batch.to(device) for batch in ready.padded]
         with clock.part("tables"):
-            lookup = look_up(self.parallel.tables, self.parallel.specs, padded)
+            lookup = look_up(self.parallel.tables, self.parallel.specs, padded, ready.prepared)
         sums_T5 = torch.zeros(len(self.tasks), len(BinarySums.FIELDS), dtype=torch.float64, device=device)
         for number, batch in enumerate(padded):
             with self.parallel.accumulating(more_to_come=number + 1 < len(padded)):
-                logits_BT = self._forward(batch, lookup.leaves[number], clock=clock, profiled=profiled)
+                with work.forward():
+                    logits_BT = self._forward(batch, lookup.leaves[number], clock=clock, profiled=profiled)
                 loss_T = bce_by_task(logits_BT, batch.labels, batch.weights)
                 sums_T5 += metric_sums(logits_BT, batch.labels, batch.weights, loss_T)
+                if upcoming is not None and number + 1 == len(padded):
+                    with clock.part("read"):
+                        self._ahead = try_ready(upcoming, step=self.position.step + 2, **self._ready_parts())
                 self._backward(loss_T, totals)
         with clock.part("optimizer"):
             norm = self.optimizer.clip()
@@ -147,7 +195,7 @@ class Trainer:
         """Logits (B, T); on a profiled step the tables' outputs are marked, so that time from there on is theirs."""
         if profiled:
             clock.mark_backward("tables", embeddings)
-        return self.parallel(to_model_input(batch, embeddings, schema=self.schema))
+        return self.parallel(to_model_input(batch, embeddings, schema=self.schema, policies=self.parallel.policies))
 
     def _backward(self, loss_T: Tensor, totals: StepTotals) -> None:
         """Gradients of the dense model and of the looked-up vectors."""

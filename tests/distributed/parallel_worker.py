@@ -64,7 +64,8 @@ def train(run: dict[str, Any], plan: dict[str, Any], runtime: Runtime) -> None:
     steps, records = job._steps(), []
     while job.trainer.position.step < run["steps"]:
         batches = job._read(steps)
-        records.append(job.trainer.step(batches, clock=PartClock(device=runtime.device)))
+        upcoming = job._announce(steps, batches)
+        records.append(job.trainer.step(batches, clock=PartClock(device=runtime.device), upcoming=upcoming))
         job.loader.mark_trained(batches[-1])
         if job.trainer.position.step == run.get("save"):
             (out / run["name"]).mkdir(exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 _MAX_COUNTED_TABLE = 1 << 28
 
 
-def inspect_dataset(directory: str | Path, *, check: bool = False) -> dict[str, Any]:
+def inspect_dataset(directory: str | Path, *, check: bool = False, open_ids: Collection[str] = ()) -> dict[str, Any]:
     """JSON-able description of the data set.
 
     check  also check every value, as reading for training does: then data that this function accepts cannot stop a
            run half-way, at the cost of the checks alone (the pass over the files is made anyway)
+    open_ids  features whose ids may lie outside their tables, as in LoaderConfig
 
     {"name", "created_by", "facts", "tables": {table: rows},
      "splits": {split: {
@@ -42,7 +44,9 @@ def inspect_dataset(directory: str | Path, *, check: bool = False) -> dict[str, 
         "created_by": schema.created_by,
         "facts": schema.facts,
         "tables": schema.table_rows(),
-        "splits": {split: _inspect_split(directory, schema, split, check=check) for split in present},
+        "splits": {
+            split: _inspect_split(Shards(directory, schema, split, open_ids=open_ids), check=check) for split in present
+        },
     }
 
 
@@ -81,8 +85,8 @@ class _Gathered:
             seen[ids[(ids >= 0) & (ids < len(seen))]] = True
 
 
-def _inspect_split(directory: str | Path, schema: Schema, split: str, *, check: bool) -> dict[str, Any]:
-    shards = Shards(directory, schema, split)
+def _inspect_split(shards: Shards, *, check: bool) -> dict[str, Any]:
+    schema = shards.schema
     read = shards.read if check else shards.read_unchecked
     gathered = _Gathered(schema)
     for footer in shards.footers:

@@ -3,6 +3,7 @@
 1.0  first version
 1.1  FileInfo.xxh3: what a file contains, so that other data of equal size are told apart
 1.2  CostModel, CostTerm: the load of a row; LoaderConfig.base_batch, base_pool, cost: base-batch shuffling
+1.3  LoaderConfig.open_ids: features whose ids may lie outside their tables
 
 The native layout is a directory:
 
@@ -36,7 +37,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-INTERFACE_VERSION = (1, 2)
+INTERFACE_VERSION = (1, 3)
 
 
 class DataError(ValueError):
@@ -273,6 +274,8 @@ class LoaderConfig:
                        at least twice it, and logical_shards one of the world size. None = off
     base_pool          base batches that are sorted together, at most those of a window
     cost               load of a row for base_batch; None = its events
+    open_ids           features (keys of Batch.ids) whose ids may lie outside their table: whoever looks them up decides
+                       what becomes of them. Changes no order: a state loads whatever it was
     """
 
     global_batch_size: int
@@ -286,6 +289,7 @@ class LoaderConfig:
     base_batch: int | None = None
     base_pool: int = 256
     cost: CostModel | None = None
+    open_ids: tuple[str, ...] = ()
 
 
 class Loader(Protocol):

@@ -55,7 +55,7 @@ class ArrowLoader:
         self.config = config
         self.split = split
         self._rank, self._world_size = rank, world_size
-        self._shards = Shards(directory, self.schema, split)
+        self._shards = Shards(directory, self.schema, split, open_ids=config.open_ids)
         groups = [Group(file=file, group=group, rows=rows) for file, group, rows in groups_of(self._shards.footers)]
         self._plan = Plan(groups, config)
         if not self._plan.batches_per_epoch:

@@ -14,7 +14,7 @@ that the training step computes with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from gem_data.interface import DataError, FileInfo, Schema
 from gem_data.rows import Rows, Where, check_types, decode
 from gem_data.schema import SCHEMA_FILE, columns
-from gem_data.validation import check_values
+from gem_data.validation import check_open_ids, check_values
 
 _READ_ERRORS = (pa.ArrowException, OSError, EOFError, ValueError)
 _DAMAGED = "The file is damaged or was changed after it was written: restore it, or prepare the data set again."
@@ -47,8 +47,13 @@ class Shards:
     footers  one Footer per file of the split, in schema.json's order
     """
 
-    def __init__(self, directory: str | Path, schema: Schema, split: str) -> None:
-        """Read and check every footer. Raises DataError for absent, unreadable or unfitting files."""
+    def __init__(self, directory: str | Path, schema: Schema, split: str, *, open_ids: Collection[str] = ()) -> None:
+        """Read and check every footer. Raises DataError for absent, unreadable or unfitting files.
+
+        open_ids: features whose ids may lie outside their tables; ValueError where the data have no such feature.
+        """
+        check_open_ids(open_ids, schema)
+        self._open_ids = frozenset(open_ids)
         self.directory = Path(directory)
         self.schema = schema
         self.footers = tuple(
@@ -82,7 +87,7 @@ class Shards:
         footer = self._by_index[file_index]
         where = Where(file=footer.info.path, row_group=row_group)
         rows = self.read_unchecked(file_index, row_group)
-        check_values(self.schema, rows, where)
+        check_values(self.schema, rows, where, open_ids=self._open_ids)
         return rows
 
     def read_unchecked(self, file_index: int, row_group: int) -> Rows:

@@ -31,7 +31,7 @@ from gem_data.schema import did_you_mean
 from gem_data.shards import Footer
 
 _KEYS = ("order_version", "split", "files", "config", "epoch", "step", "samples", "shards")
-_FREE_SETTINGS = ("prefetch",)
+_FREE_SETTINGS = ("prefetch", "open_ids")
 _LATER_SETTINGS = MappingProxyType({"base_batch": None, "base_pool": 256, "cost": None})
 
 

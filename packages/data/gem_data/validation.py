@@ -9,7 +9,7 @@ huge one. Only when a check fails is the failing row looked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -19,19 +19,26 @@ from gem_data.rows import Events, Int64, Rows, Where
 _FIX = "Fix the rows where they are written; `gemline data verify` lists every such place."
 
 
-def check_values(schema: Schema, rows: Rows, where: Where) -> None:
-    """Raise the first problem of `rows` as a DataError naming file, row group, row, sample_id and column."""
-    for problem in find_problems(schema, rows, where):
+def check_values(schema: Schema, rows: Rows, where: Where, *, open_ids: Collection[str] = ()) -> None:
+    """Raise the first problem of `rows` as a DataError naming file, row group, row, sample_id and column.
+
+    open_ids: features whose ids may be any.
+    """
+    for problem in find_problems(schema, rows, where, open_ids=open_ids):
         raise problem
 
 
-def find_problems(schema: Schema, rows: Rows, where: Where) -> Iterator[DataError]:
+def find_problems(schema: Schema, rows: Rows, where: Where, *, open_ids: Collection[str] = ()) -> Iterator[DataError]:
     """The first problem of every column, in column order."""
     yield from _label_problems(schema, rows, where)
     tables = {table.name: table for table in schema.tables}
     for index, feature in enumerate(schema.scalars):
+        if feature.name in open_ids:
+            continue
         yield from _id_problem(f"id.{feature.name}", rows.scalars[index], None, tables[feature.table], rows, where)
     for feature, jagged in zip(schema.lists, rows.lists, strict=True):
+        if feature.name in open_ids:
+            continue
         yield from _id_problem(f"ids.{feature.name}", jagged.values, jagged.offsets, tables[feature.table], rows, where)
     for index, name in enumerate(schema.dense):
         bad = np.flatnonzero(~np.isfinite(rows.dense[:, index]))
@@ -41,6 +48,8 @@ def find_problems(schema: Schema, rows: Rows, where: Where) -> Iterator[DataErro
             )
     for stream, events in zip(schema.streams, rows.streams, strict=True):
         for field, ids in zip(stream.fields, events.columns, strict=False):
+            if f"{stream.name}.{field.name}" in open_ids:
+                continue
             column = f"stream.{stream.name}.{field.name}"
             yield from _id_problem(column, ids, events.offsets, tables[field.table], rows, where)
         yield from _action_problem(stream, events, rows, where)
@@ -72,6 +81,14 @@ def check_config(config: LoaderConfig, *, rank: int, world_size: int) -> None:
         raise ValueError(f"rank: expected less than world_size = {world_size}, came {rank}")
     if config.base_batch is not None:
         _check_base_batch(config.base_batch, config, world_size)
+
+
+def check_open_ids(open_ids: Collection[str], schema: Schema) -> None:
+    """Raise ValueError for a name that is no feature of the data."""
+    known = [key for key, _ in schema.id_features()]
+    for name in open_ids:
+        if name not in known:
+            raise ValueError(f"open_ids: expected features of {known}, came {name!r}")
 
 
 def _check_base_batch(base: int, config: LoaderConfig, world_size: int) -> None:

@@ -83,6 +83,8 @@ class IdPolicies:
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Feature -> {"ids", "outside"}."""
+        if any(isinstance(count, Tensor) and count.is_cuda for count in self._outside.values()):
+            torch.cuda.synchronize()  # they are counted on the stream that ids are prepared on
         return {f: {"ids": self._ids[f], "outside": int(self._outside[f])} for f in self._policies}
 
     def apply(self, ids: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, dict[str, Tensor]]:

@@ -79,7 +79,9 @@ class TorchRecTables(nn.Module):
         self._policies = IdPolicies(specs, self._sharing.policies(policies))
         fused_adagrad = replicas is None or replicas.sync == "average"
         fused = scaled_optimizer(optimizer, replicas) if fused_adagrad else None
-        self._model = _distribute(collections, specs, fused, self.group, self.device, self._places, cache_share)
+        self._model = _distribute(
+            collections, specs, fused, self.group, self.device, rank_of=self._places, cache_share=cache_share
+        )
         by_name = {spec.name: spec for spec in specs}
         local = find_local_tables(self._model)
         for table in local:
@@ -171,6 +173,14 @@ class TorchRecTables(nn.Module):
             for name, rank in self._places.items()
         }
 
+    def copied_parts(self) -> dict[str, Tensor]:
+        """ "<table>.weight" and "<table>.momentum" of what this rank holds in copy; see the interface."""
+        found = {}
+        for table, parts in zip(self._copies.tables, self._copies.copied(), strict=False):
+            for name, part in zip(("weight", "momentum"), parts, strict=True):
+                found[f"{table.name}@{table.start}.{name}"] = part
+        return found
+
     def policy_counts(self) -> dict[str, dict[str, int]]:
         """Feature -> {"ids", "outside"} where the policy is not "error"; this rank's batches."""
         return self._policies.counts()
@@ -261,6 +271,7 @@ def _distribute(
     optimizer: RowWiseAdagrad | None,
     group: Any,
     device: torch.device,
+    *,
     rank_of: Mapping[str, int | None],
     cache_share: float | None,
 ) -> Any:

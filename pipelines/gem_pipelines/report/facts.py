@@ -80,6 +80,8 @@ def all_tables(run: RunData) -> tuple[Table, ...]:
         data_table(run),
         throughput_table(run),
         parts_table(run),
+        policies_table(run),
+        settings_table("Where the tables lie", run.start.get("table_placement")),
         settings_table("Configuration", run.config),
         settings_table("Versions and machine", run.versions),
         settings_table("Everything known of the data", run.start.get("data")),
@@ -283,6 +285,27 @@ def parts_table(run: RunData) -> Table | None:
         note=f"Time: mean of the {profiled:,} profiled steps (those of the warm-up only if there are no others). "
         "FLOPs: mean of all steps.",
         numeric=frozenset({1, 2, 3, 4}),
+    )
+
+
+def policies_table(run: RunData) -> Table | None:
+    """Ids outside their tables, by feature with a policy, as the last record counts them."""
+    seen, outside = run.train.group("ids_seen"), run.train.group("ids_outside")
+    if not seen:
+        return None
+    given = ((run.config or run.start.get("config") or {}).get("tables") or {}).get("policies") or []
+    policy_of = dict(text.split("=", 1) for text in given)
+    rows = []
+    for name, values in seen.items():
+        total, strange = float(values[-1]), float(outside[name][-1])
+        share = f"{strange / total:.3%}" if total > 0 else ""
+        rows.append((name, policy_of.get(name, UNKNOWN), count(total), count(strange), share))
+    return Table(
+        title="Ids outside their tables",
+        headers=("feature", "policy", "ids", "outside", "share"),
+        rows=tuple(rows),
+        note="Of training and evaluation, over all processes, since the last start of the run.",
+        numeric=frozenset({2, 3, 4}),
     )
 
 

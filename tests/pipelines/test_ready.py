@@ -1,0 +1,83 @@
+"""The next step's ids are sent while this one is computed: the same bits, and errors stay with their own step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from gem_pipelines.batches import BatchError
+from gem_pipelines.ready import NotReady
+from gem_pipelines.timing import PartClock
+
+
+def run(job, count, *, announce, change=lambda batches, step: batches):
+    """Steps outside Job.train; the next step's batches are announced or not."""
+    steps, records, clock = job._steps(), [], PartClock(device=torch.device("cpu"))
+    batches = change(job._read(steps), 1)
+    for step in range(1, count + 1):
+        coming = change(job._read(steps), step + 1)
+        records.append(job.trainer.step(batches, clock=clock, upcoming=coming if announce else None))
+        batches = coming
+    return records
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_same_bits_as_without(make_job, state_of, accumulate):
+    made = [make_job(f"{announce}", data={"accumulate": accumulate}) for announce in (False, True)]
+    found = [run(job, 4, announce=announce) for job, announce in zip(made, (False, True), strict=True)]
+    drop = ("imbalance",)  # holds seconds
+    assert [{k: v for k, v in r.items() if k not in drop} for r in found[0]] == [
+        {k: v for k, v in r.items() if k not in drop} for r in found[1]
+    ]
+    first, second = (state_of(job) for job in made)
+    assert {k: v for k, v in first.items() if k != "state"} == {k: v for k, v in second.items() if k != "state"}
+
+
+def with_label(batches, value):
+    labels = batches[0].labels.clone()
+    labels[0, 0] = value
+    return [dataclasses.replace(batches[0], labels=labels), *batches[1:]]
+
+
+def test_a_bad_batch_stops_its_own_step(make_job, state_of):
+    """Step 3 holds a label of 7: steps 1 and 2 are trained, with it announced in step 2, and step 3 raises."""
+    spoil = lambda batches, step: with_label(batches, 7.0) if step == 3 else batches  # noqa: E731
+    plain, job = make_job("plain"), make_job("spoilt")
+    run(plain, 2, announce=False)
+    with pytest.raises(BatchError, match=r"label\.click is 7\.0"):
+        run(job, 4, announce=True, change=spoil)
+    assert job.trainer.position.step == 2
+    first, second = state_of(plain), state_of(job)
+    assert {k: v for k, v in first.items() if k != "state"} == {k: v for k, v in second.items() if k != "state"}
+
+
+def test_a_step_left_out_leaves_the_announced_one(make_job):
+    spoil = lambda batches, step: with_label(batches, 7.0) if step == 2 else batches  # noqa: E731
+    job = make_job("skip", train={"max_skipped_steps": 1})
+    records = run(job, 4, announce=True, change=spoil)
+    assert [record["kind"] for record in records] == ["train", "skip", "train", "train"]
+
+
+def test_batches_that_cannot_be_read_stop_the_step_that_needs_them(make_job):
+    job = make_job("broken")
+    steps, clock = job._steps(), PartClock(device=torch.device("cpu"))
+    error = ValueError("column label.click of row 5 is broken")
+    job.trainer.step(job._read(steps), clock=clock, upcoming=error)
+    assert isinstance(job.trainer._ahead, NotReady)
+    with pytest.raises(ValueError, match="row 5 is broken") as caught:
+        job.trainer.stop_together(error)
+    assert caught.value is error
+
+
+def test_nothing_is_announced_across_checkpoints_evaluations_and_epochs(make_job):
+    """10 steps an epoch: checkpoints at 4 and 8, evaluations at 6 and 12, an epoch's end at 10, the end at 12."""
+    job = make_job("border", train={"steps": 12, "checkpoint_every": 4, "eval_every": 6})
+    steps, announced = job._steps(), []
+    for step in range(1, 13):
+        job.trainer.position.step = step - 1
+        if job._announce(steps, job._read(steps)) is not None:
+            announced.append(step)
+    assert announced == [1, 2, 3, 5, 7, 9, 11]
+    off = make_job("off", train={"steps": 12}, parallel={"overlap": False})
+    assert off._announce(off._steps(), off._read(off._steps())) is None
