@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from gem_data.damage import refresh_block_hashes
 from gem_pipelines.checkpoint_format import step_directory
 from gem_pipelines.checkpoint_manifest import read_manifest, state_digest
 from gem_pipelines.cli import main
@@ -132,6 +133,7 @@ def test_a_bad_row_on_one_rank_stops_both_at_the_same_step(data, tmp_path):
         row_group_size=40,
         write_page_checksum=True,
     )
+    refresh_block_hashes(path)
     arguments = [*ARGUMENTS, "--data.shuffle", "False", "--data.global-batch-size", "40", "--data.window-groups", "1"]
     done = torchrun(["train", *arguments, "--data", str(spoilt), "--run-dir", str(run)])
     assert done.returncode == 1

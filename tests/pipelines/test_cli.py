@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from gem_data.damage import refresh_block_hashes
 from gem_pipelines.cli import main
 from gem_pipelines.cli.train import repeat_command
 from gem_pipelines.rundir import read_records
@@ -217,6 +218,7 @@ def change_column(name: str, change, split: str = "train"):
         changed = change(table[name].combine_chunks())
         table = table.remove_column(index) if changed is None else table.set_column(index, name, changed)
         pq.write_table(table, path, row_group_size=groups, write_page_checksum=True)
+        refresh_block_hashes(path)
 
     return apply
 
@@ -272,6 +274,7 @@ def test_a_failing_evaluation_loses_no_training(debug_data, tmp_path, capsys):
     assert main([*arguments, "--train.survey-rows", "0", "--train.checkpoint-every", "0"]) == 1
     assert "eval-00000.parquet" in capsys.readouterr().err
     shutil.copy(next(debug_data.glob("eval-*.parquet")), directory)
+    shutil.copy(debug_data / "schema.json", directory)
     assert main(["train", "--resume", "--run-dir", str(run)]) == 0
     records = read_records(run / "metrics.jsonl")
     assert [r["step"] for r in records if r["kind"] == "train"] == [1, 2, 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from gem_data.balance import budget_batches, imbalance, partition
 from gem_data.collate import collate
@@ -18,7 +19,7 @@ from gem_data.cost import (
     row_costs,
 )
 from gem_data.inspection import inspect_dataset
-from gem_data.interface import Loader, LoaderConfig
+from gem_data.interface import DataError, Loader, LoaderConfig
 from gem_data.loader import ArrowLoader
 from gem_data.reference import ReferenceLoader
 from gem_data.schema import read_schema, schema_from_dict, schema_to_dict
@@ -62,10 +63,14 @@ def build_loader(
     rank: int = 0,
     world_size: int = 1,
     impl: str = "arrow",
+    on_damage: Callable[[DataError, int], None] | None = None,
 ) -> Loader:
     """A Loader of one split of the data set in `directory`, for this rank.
 
     All ranks must pass the same directory content, split and config. Footers are read and checked here, rows are not.
+    on_damage: None = a row group that cannot be used ends reading with its DataError. Otherwise it hears of the error
+        and the group's rows, and reading goes on without them: batches keep their global_rows and come with fewer rows.
+        It is called every time the group is met, by whichever rank reads it, from the reading thread ("arrow" only).
     impl: "arrow" (the one to use) or "reference" (the definition in plain Python: slow, all rows in memory, for tests).
 
     Raises DataError for absent, unreadable or unfitting data and ValueError for arguments.
@@ -80,4 +85,7 @@ def build_loader(
     """
     if impl not in _LOADERS:
         raise ValueError(f"impl: expected one of {sorted(_LOADERS)}, came {impl!r}")
-    return _LOADERS[impl](directory, split=split, config=config, rank=rank, world_size=world_size)
+    extra: dict[str, Any] = {} if on_damage is None else {"on_damage": on_damage}
+    if extra and impl != "arrow":
+        raise ValueError(f'on_damage: expected impl "arrow", which alone can leave row groups out, came {impl!r}')
+    return _LOADERS[impl](directory, split=split, config=config, rank=rank, world_size=world_size, **extra)

@@ -4,6 +4,7 @@
 1.1  FileInfo.xxh3: what a file contains, so that other data of equal size are told apart
 1.2  CostModel, CostTerm: the load of a row; LoaderConfig.base_batch, base_pool, cost: base-batch shuffling
 1.3  LoaderConfig.open_ids: features whose ids may lie outside their tables
+1.4  FileInfo.blocks_xxh3: hashes of the footer and of the columns of row groups, compared before anything is decoded
 
 The native layout is a directory:
 
@@ -37,7 +38,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-INTERFACE_VERSION = (1, 3)
+INTERFACE_VERSION = (1, 4)
 
 
 class DataError(ValueError):
@@ -105,12 +106,15 @@ class FileInfo:
     """One Parquet file: path relative to schema.json, its split ("train" or "eval"), its rows.
 
     xxh3  xxh3-64 of the file's bytes, 16 hexadecimal digits; "" where the data set was written before 1.1
+    blocks_xxh3  the same of the footer, then of each column of each row group, compared before they are decoded; empty
+          where the data set was written before 1.4 or by another program: a process of its own decodes such files
     """
 
     path: str
     split: str
     rows: int
     xxh3: str = ""
+    blocks_xxh3: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,12 @@ while a window is being read its row groups twice. state_dict() sorts one window
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from gem_data.balance import base_batch_order
 from gem_data.batching import PAIRS, Cursor, EpochPlan, Group, Plan
@@ -37,6 +40,9 @@ from gem_data.shards import Shards, groups_of
 from gem_data.state import build_state, cursor_from_state
 from gem_data.validation import check_config
 
+OnDamage = Callable[[DataError, int], None]
+"""Hears of a row group that cannot be used, and its rows; called where it is read, perhaps in the reading thread."""
+
 
 class ArrowLoader:
     """gem_data.interface.Loader over a directory in the native layout. Build it with gem_data.api.build_loader.
@@ -45,18 +51,31 @@ class ArrowLoader:
     """
 
     def __init__(
-        self, directory: str | Path, *, split: str, config: LoaderConfig, rank: int = 0, world_size: int = 1
+        self,
+        directory: str | Path,
+        *,
+        split: str,
+        config: LoaderConfig,
+        rank: int = 0,
+        world_size: int = 1,
+        on_damage: OnDamage | None = None,
+        only: Collection[tuple[int, int]] | None = None,
     ) -> None:
-        """Reads schema.json and every footer of the split; no row. Raises DataError, or ValueError for a setting."""
+        """Reads schema.json and every footer of the split; no row. Raises DataError, or ValueError for a setting.
+
+        only: read these (file, row group) alone; None: all of the split.
+        """
         check_config(config, rank=rank, world_size=world_size)
         self.schema: Schema = read_schema(directory)
         if config.cost is not None:
             check_cost(config.cost, self.schema)
         self.config = config
         self.split = split
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._on_damage = rank, world_size, on_damage
         self._shards = Shards(directory, self.schema, split, open_ids=config.open_ids)
         groups = [Group(file=file, group=group, rows=rows) for file, group, rows in groups_of(self._shards.footers)]
+        if only is not None:
+            groups = [group for group in groups if (group.file, group.group) in only]
         self._plan = Plan(groups, config)
         if not self._plan.batches_per_epoch:
             rows = sum(group.rows for group in groups)
@@ -78,6 +97,10 @@ class ArrowLoader:
         iterator = _Epoch(self, self._yielded)
         self._open = weakref.ref(iterator)
         return iterator
+
+    def at_end_of_first_epoch(self) -> bool:
+        """Whether every batch of the first epoch, and none of the second, was handed out."""
+        return self._yielded.step == self.batches_per_epoch
 
     def mark_trained(self, batch: Batch) -> None:
         """Move the state past `batch` (and those before it). See interface.Loader."""
@@ -118,9 +141,7 @@ class _Epoch:
     def __init__(self, loader: ArrowLoader, start: Cursor) -> None:
         self._loader = loader
         self._ended: str | None = None
-        source = _read(
-            loader._plan, loader._shards, loader.config, start, rank=loader._rank, world_size=loader._world_size
-        )
+        source = _read(loader, start)
         depth = loader.config.prefetch
         self._source = Prefetch(source, depth=depth, name="gem_data.loader") if depth else source
 
@@ -146,12 +167,12 @@ class _Epoch:
         self._source.close()
 
 
-def _read(
-    plan: Plan, shards: Shards, config: LoaderConfig, cursor: Cursor, *, rank: int, world_size: int
-) -> Generator[tuple[Batch, Cursor], None, None]:
+def _read(loader: ArrowLoader, cursor: Cursor) -> Generator[tuple[Batch, Cursor], None, None]:
     """This rank's batches from `cursor` to the end of its epoch, each with the position after it."""
+    plan, shards, config = loader._plan, loader._shards, loader.config
+    rank, world_size = loader._rank, loader._world_size
     epoch = plan.epoch(cursor.epoch)
-    windows = _Windows(shards, epoch, config, cursor.epoch)
+    windows = _Windows(shards, epoch, config, cursor.epoch, loader._on_damage)
     start = cursor.epoch
     while cursor.epoch == start:
         given = plan.shares(cursor)
@@ -159,7 +180,9 @@ def _read(
         parts = []
         for piece in plan.pieces(cursor, given, rank=rank, world_size=world_size):
             rows, order = windows.get(piece.shard, piece.window)
-            parts.append(Part(rows=rows, take=order[piece.start : piece.stop]))
+            take = order[piece.start : piece.stop]
+            if rows is not None:
+                parts.append(Part(rows=rows, take=take[take >= 0]))
         batch = collate(
             shards.schema, parts, max_length=config.max_length, global_rows=int(given.sum()), step=cursor.step
         )
@@ -168,33 +191,58 @@ def _read(
 
 
 class _Windows:
-    """The decoded window that each shard is in, and the order of its rows."""
+    """The decoded window that each shard is in, and the order of its rows; -1 stands for a row of a damaged group."""
 
-    def __init__(self, shards: Shards, epoch: EpochPlan, config: LoaderConfig, number: int) -> None:
+    def __init__(
+        self, shards: Shards, epoch: EpochPlan, config: LoaderConfig, number: int, on_damage: OnDamage | None
+    ) -> None:
         self._shards, self._epoch, self._config, self._number = shards, epoch, config, number
-        self._held: dict[int, tuple[int, Rows, Int64]] = {}
+        self._on_damage = on_damage
+        self._held: dict[int, tuple[int, Rows | None, Int64]] = {}
 
-    def get(self, shard: int, window: int) -> tuple[Rows, Int64]:
+    def get(self, shard: int, window: int) -> tuple[Rows | None, Int64]:
         """Decode the window unless it is the one at hand; the shard's former window is let go first."""
         held = self._held.get(shard)
         if held is None or held[0] != window:
             self._held.pop(shard, None)
             held = None
-            rows = concatenate(
-                [self._shards.read(group.file, group.group) for group in self._epoch.window_groups(shard, window)]
-            )
-            order = self._order(shard, window, rows)
-            assert len(order) == len(rows)
+            groups = self._epoch.window_groups(shard, window)
+            parts = [self._read(group) for group in groups]
+            sound = [part for part in parts if part is not None]
+            rows = concatenate(sound) if sound else None
+            kept = np.repeat([part is not None for part in parts], [group.rows for group in groups])
+            order = self._order(shard, window, rows, kept)
+            assert len(order) == len(kept)
             held = self._held[shard] = (window, rows, order)
         return held[1], held[2]
 
-    def _order(self, shard: int, window: int, rows: Rows) -> Int64:
-        """The plan's order, and with base batches its rows moved so that shares weigh alike (balance.py)."""
+    def _read(self, group: Group) -> Rows | None:
+        try:
+            return self._shards.read(group.file, group.group)
+        except DataError as error:
+            if self._on_damage is None:
+                raise
+            self._on_damage(error, group.rows)
+            return None
+
+    def _order(self, shard: int, window: int, rows: Rows | None, kept: npt.NDArray[np.bool_]) -> Int64:
+        """The plan's order, and with base batches its rows moved so that shares weigh alike (balance.py).
+
+        Rows are counted as the plan does; the result points into `rows`, which has only those that are kept.
+        """
+        order = self._moved(shard, window, rows, kept)
+        if kept.all():
+            return order
+        return np.where(kept[order], (np.cumsum(kept) - 1)[order], -1)
+
+    def _moved(self, shard: int, window: int, rows: Rows | None, kept: npt.NDArray[np.bool_]) -> Int64:
         config, order = self._config, self._epoch.window_order(shard, window)
         if config.base_batch is None:
             return order
         cost = events_cost(self._shards.schema) if config.cost is None else config.cost
-        loads = loads_of(self._shards.schema, rows, cost, max_length=config.max_length)
+        loads = np.zeros(len(kept))
+        if rows is not None:
+            loads[kept] = loads_of(self._shards.schema, rows, cost, max_length=config.max_length)
         moved = base_batch_order(
             loads[order],
             base_batch=config.base_batch,

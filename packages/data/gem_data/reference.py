@@ -121,7 +121,7 @@ class ReferenceLoader:
             path = None if file is None else self.schema.files[file].path
             places.append({"rows_read": count, "file": path, "row_group": group, "row": row})
         config = dataclasses.asdict(self._config)
-        del config["prefetch"]
+        del config["prefetch"], config["open_ids"]
         if config["cost"] is not None:
             config["cost"]["terms"] = list(config["cost"]["terms"])
         return {

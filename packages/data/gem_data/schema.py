@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import re
 import types
@@ -28,6 +29,8 @@ SPLITS = ("train", "eval")
 RESERVED_FIELDS = ("action", "time")
 MAX_ACTION_BITS = 62
 MAX_TABLE_ROWS = 2**62
+MAX_SCHEMA_BYTES = 256 << 20
+_LONGEST_NAME = 200
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _HASH = re.compile(r"[0-9a-f]{16}")
 
@@ -66,6 +69,8 @@ def stream_columns(stream: StreamInfo) -> tuple[str, ...]:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' (did you mean "x"?)' for the nearest known name, else the known names."""
     names = sorted(known)
+    if len(name) > _LONGEST_NAME:
+        return f" ({len(name)} characters)"
     close = difflib.get_close_matches(name, names, n=1)
     if close:
         return f' (did you mean "{close[0]}"?)'
@@ -97,6 +102,9 @@ def read_schema(directory: str | Path) -> Schema:
     """Read and check `directory`/schema.json. Raises DataError; opens no Parquet file."""
     path = Path(directory) / SCHEMA_FILE
     try:
+        size = path.stat().st_size
+        if size > MAX_SCHEMA_BYTES:
+            raise DataError(f"{path}: expected at most {MAX_SCHEMA_BYTES} bytes, came {size}.", file=SCHEMA_FILE)
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(
@@ -108,7 +116,7 @@ def read_schema(directory: str | Path) -> Schema:
         raise DataError(f"{path}: cannot be read: {error}", file=SCHEMA_FILE) from error
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON: {error}. Prepare the data set again.", file=SCHEMA_FILE) from error
     return schema_from_dict(value, source=str(path))
 
@@ -133,6 +141,13 @@ def check_schema(schema: Schema, *, source: str = SCHEMA_FILE) -> None:
     for file in schema.files:
         _check_file(source, file.path, file.split)
         _check_range(source, f"files: rows of {file.path}", file.rows, 0, 2**62)
+        for digest in file.blocks_xxh3:
+            if _HASH.fullmatch(digest) is None:
+                raise DataError(
+                    f"{source}: files: blocks_xxh3 of {file.path}: expected 16 hexadecimal digits each, came "
+                    f'"{digest}".',
+                    file=source,
+                )
         if file.xxh3 and _HASH.fullmatch(file.xxh3) is None:
             raise DataError(
                 f'{source}: files: xxh3 of {file.path}: expected 16 hexadecimal digits or nothing, came "{file.xxh3}".',
@@ -222,12 +237,18 @@ def _parse(value: Any, wanted: Any, source: str, place: str) -> Any:
     return value
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Types of a dataclass's fields; resolving them evaluates our own annotations, once."""
+    return typing.get_type_hints(cls)
+
+
 def _parse_record(value: Any, cls: type, source: str, place: str) -> Any:
     where = f"{source}: {place}" if place else source
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: expected an object, came {_kind(value)}.", file=source)
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     for key in value:
         if key not in fields:
             raise DataError(f'{where}: unknown key "{key}"{did_you_mean(str(key), fields)}.', file=source)

@@ -4,9 +4,11 @@
 schema.json promises, so that a missing column is an error before the first step. A row group is then read by opening
 its file again with the footer already known: no handle stays open between reads, however many files there are.
 
-pyarrow verifies page checksums here (`page_checksum_verification`), which it leaves off by default: without it a
-flipped bit in a page of ids passes unnoticed. pyarrow's errors name neither column nor row group, so a failed read is
-repeated column by column to say which one is broken.
+Nothing damaged reaches the decoder of this process. Where schema.json has the hashes of footer and row groups, the
+bytes are compared first (blocks.py); all other files are decoded in a process of their own (isolated.py), which may
+crash. Page checksums are verified in both, which pyarrow leaves off by default: without it a flipped bit in a page of
+ids passes unnoticed. pyarrow's errors name neither column nor row group, so a row group that does not decode is read
+once more column by column, in the other process, to say which one is broken.
 
 Decoding runs on the calling thread only (`use_threads=False`): the loader's reading thread must not take the cores
 that the training step computes with.
@@ -17,11 +19,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from gem_data.blocks import Block, as_arrow_file, chunks_of, hash_bytes, parse_footer, read_footer
 from gem_data.interface import DataError, FileInfo, Schema
+from gem_data.isolated import ReaderProcess, shared_reader
 from gem_data.rows import Rows, Where, check_types, decode
 from gem_data.schema import SCHEMA_FILE, columns
 from gem_data.validation import check_open_ids, check_values
@@ -32,13 +37,16 @@ _DAMAGED = "The file is damaged or was changed after it was written: restore it,
 
 @dataclass(frozen=True, kw_only=True)
 class Footer:
-    """What one file's footer says: `index` into Schema.files, size in bytes, rows of every row group."""
+    """What one file's footer says: `index` into Schema.files, size in bytes, rows of every row group.
+
+    metadata  None where another process read it
+    """
 
     index: int
     info: FileInfo
     bytes: int
     group_rows: tuple[int, ...]
-    metadata: pq.FileMetaData
+    metadata: pq.FileMetaData | None
 
 
 class Shards:
@@ -47,13 +55,26 @@ class Shards:
     footers  one Footer per file of the split, in schema.json's order
     """
 
-    def __init__(self, directory: str | Path, schema: Schema, split: str, *, open_ids: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        schema: Schema,
+        split: str,
+        *,
+        open_ids: Collection[str] = (),
+        compare: bool = True,
+        reader: ReaderProcess | None = None,
+    ) -> None:
         """Read and check every footer. Raises DataError for absent, unreadable or unfitting files.
 
-        open_ids: features whose ids may lie outside their tables; ValueError where the data have no such feature.
+        open_ids  features whose ids may lie outside their tables; ValueError where the data have no such feature
+        compare   False: decode here whatever is there, for a program that lists what is wrong (verify_dataset)
+        reader    the process that decodes files without hashes; None: the one that this process's loaders share
         """
         check_open_ids(open_ids, schema)
         self._open_ids = frozenset(open_ids)
+        self._compare = compare
+        self._reader = shared_reader() if reader is None else reader
         self.directory = Path(directory)
         self.schema = schema
         self.footers = tuple(
@@ -76,6 +97,8 @@ class Shards:
         self._check_unchanged(footer, where)
         try:
             table = self._read_columns(footer, row_group, self._columns)
+        except DataError:
+            raise
         except _READ_ERRORS as error:
             raise self._broken_column(footer, row_group, where, error) from error
         if table.num_rows != footer.group_rows[row_group]:
@@ -97,14 +120,11 @@ class Shards:
 
     def _footer(self, index: int, info: FileInfo) -> Footer:
         where = Where(file=info.path)
-        path = self.directory / info.path
         try:
-            size = path.stat().st_size
-            with pq.ParquetFile(path, arrow_extensions_enabled=False) as file:
-                metadata, arrow_schema = file.metadata, file.schema_arrow
+            footer, arrow_schema, rows = self._read_footer(index, info)
         except FileNotFoundError:
             raise where.error(
-                expected=f"the file {path}",
+                expected=f"the file {self.directory / info.path}",
                 came="no such file",
                 todo=f"Restore it, or prepare the data set again; {SCHEMA_FILE} lists it.",
             ) from None
@@ -113,23 +133,67 @@ class Shards:
                 expected="a Parquet file", came=f"an unreadable one ({_one_line(error)})", todo=_DAMAGED
             ) from error
         check_types(self.schema, arrow_schema, where)
-        groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
-        if metadata.num_rows != info.rows or sum(groups) != info.rows:
+        if rows != info.rows or sum(footer.group_rows) != info.rows:
             raise where.error(
                 expected=f"{info.rows} rows ({SCHEMA_FILE})",
-                came=f"{metadata.num_rows} rows in {len(groups)} row groups of {sum(groups)}",
+                came=f"{rows} rows in {len(footer.group_rows)} row groups of {sum(footer.group_rows)}",
                 todo=_DAMAGED,
             )
-        return Footer(index=index, info=info, bytes=size, group_rows=groups, metadata=metadata)
+        return footer
+
+    def _read_footer(self, index: int, info: FileInfo) -> tuple[Footer, pa.Schema, int]:
+        """The footer of one file, its Arrow schema and its rows: hashed and parsed, or parsed by the other process."""
+        path = self.directory / info.path
+        if self._compare and not info.blocks_xxh3:
+            told = self._reader.footer(path)
+            footer = Footer(index=index, info=info, bytes=told.bytes, group_rows=told.group_rows, metadata=None)
+            return footer, told.arrow_schema, told.rows
+        size, data = path.stat().st_size, read_footer(path)
+        if self._compare and hash_bytes(data) != info.blocks_xxh3[0]:
+            raise ValueError(f"its footer has xxh3 {hash_bytes(data)}, {SCHEMA_FILE} says {info.blocks_xxh3[0]}")
+        with parse_footer(data) as file:
+            metadata, arrow_schema = file.metadata, file.schema_arrow
+        groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+        footer = Footer(index=index, info=info, bytes=size, group_rows=groups, metadata=metadata)
+        blocks = 1 + len(groups) * metadata.num_columns
+        if self._compare and len(info.blocks_xxh3) != blocks:
+            raise ValueError(f"it has {blocks} blocks, {SCHEMA_FILE} hashes of {len(info.blocks_xxh3)}")
+        return footer, arrow_schema, metadata.num_rows
 
     def _read_columns(self, footer: Footer, row_group: int, names: list[str]) -> pa.Table:
+        path = self.directory / footer.info.path
+        if footer.metadata is None:
+            return self._reader.group(path, row_group, names)
+        source: Any = path
+        if self._compare:
+            source = as_arrow_file(self._sound_block(footer, row_group))
         with pq.ParquetFile(
-            self.directory / footer.info.path,
+            source,
             metadata=footer.metadata,
             page_checksum_verification=True,
             arrow_extensions_enabled=False,
         ) as file:
             return file.read_row_group(row_group, columns=names, use_threads=False)
+
+    def _sound_block(self, footer: Footer, row_group: int) -> Block:
+        """The bytes of a row group, every column as it was written. DataError names the first that is not."""
+        chunks = chunks_of(footer.metadata, row_group)
+        block = Block(
+            self.directory / footer.info.path,
+            start=min(chunk.start for chunk in chunks),
+            stop=max(chunk.stop for chunk in chunks),
+            size_bytes=footer.bytes,
+        )
+        changed = block.changed(chunks, footer.info.blocks_xxh3[1 + row_group * len(chunks) :][: len(chunks)])
+        if changed is not None:
+            chunk, found, written = changed
+            raise Where(file=footer.info.path, row_group=row_group).error(
+                column=chunk.column,
+                expected=f"bytes {chunk.start}..{chunk.stop} with xxh3 {written} ({SCHEMA_FILE})",
+                came=f"{found}, another checksum",
+                todo=_DAMAGED,
+            )
+        return block
 
     def _check_unchanged(self, footer: Footer, where: Where) -> None:
         try:
@@ -142,16 +206,17 @@ class Shards:
             raise where.error(expected=f"{footer.bytes} bytes as at start", came=f"{size} bytes", todo=_DAMAGED)
 
     def _broken_column(self, footer: Footer, row_group: int, where: Where, error: Exception) -> DataError:
-        broken, reason = self._columns, error
+        """Which column is damaged, found out in the other process, where a crash is an answer too."""
+        broken, reason = None, error
         for name in self._columns:
             try:
-                self._read_columns(footer, row_group, [name])
+                self._reader.group(self.directory / footer.info.path, row_group, [name])
             except _READ_ERRORS as single:
-                broken, reason = [name], single
+                broken, reason = name, single
                 break
         return where.error(
-            column=broken[0] if len(broken) == 1 else None,
-            expected="pages that decode and match their checksums",
+            column=broken,
+            expected="the bytes that were written: pages that decode and match their checksums",
             came=_one_line(reason),
             todo=_DAMAGED,
         )

@@ -129,7 +129,7 @@ def _file_problems(
     directory: Path, schema: Schema, info: FileInfo, totals: _Totals, warnings: list[str]
 ) -> Iterator[DataError]:
     try:
-        shards = Shards(directory, dataclasses.replace(schema, files=(info,)), info.split)
+        shards = Shards(directory, dataclasses.replace(schema, files=(info,)), info.split, compare=False)
     except DataError as problem:
         yield problem
         return

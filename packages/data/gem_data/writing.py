@@ -22,6 +22,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from gem_data.blocks import block_hashes
 from gem_data.hashing import file_hash
 from gem_data.interface import DataError, FileInfo, Schema
 from gem_data.rows import ARROW_TYPES, Where, check_types, decode
@@ -161,10 +162,11 @@ def _writer(path: Path, arrow_schema: pa.Schema) -> pq.ParquetWriter:
 
 
 def _close(writer: pq.ParquetWriter, draft: Path, info: FileInfo) -> FileInfo:
-    """`info` with the hash of the closed and flushed file."""
+    """`info` with the hashes of the closed and flushed file, of its footer and of its row groups."""
     writer.close()
     _flush(draft / info.path)
-    return dataclasses.replace(info, xxh3=file_hash(draft / info.path))
+    path = draft / info.path
+    return dataclasses.replace(info, xxh3=file_hash(path), blocks_xxh3=block_hashes(path))
 
 
 def _check_columns(table: pa.Table, wanted: pa.Schema, where: Where) -> None:
