@@ -70,6 +70,12 @@ class Agreement:
         if counts[1] or counts[2] or counts[0] != len(batches) * self.runtime.world_size:
             self._raise(counts, len(batches), step, error)
         planned = sum(batch.global_rows for batch in batches)
+        if planned != counts[3] and not 0 < planned - counts[3] <= planned * bool(
+            self.config.data.max_quarantined_rows
+        ):
+            raise MissingRowsError(
+                f"step {step}: the ranks hold {counts[3]:.0f} rows, the loaders planned {planned}; no rank trained them"
+            )
         return StepTotals(
             weight=torch.tensor(weights, dtype=torch.float64),
             rows=int(counts[3]),

@@ -17,6 +17,9 @@ from gem_data.interface import Batch, EventStream, Schema
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+FLOATS = ("labels", "weights", "dense")
+INTEGERS = (torch.int64, torch.int32)
+
 
 class BatchError(ValueError):
     """A batch that must not be trained: names feature, row, sample id and place in the data."""
@@ -27,8 +30,11 @@ def check_batch(batch: Batch, schema: Schema, *, open_ids: Collection[str] = ())
 
     open_ids: features whose ids may lie outside their table.
     """
-    rows = batch.sample_ids.shape[0]
+    rows = batch.sample_ids.numel()
     tasks = [label.name for label in schema.labels]
+    for name in ("sample_ids", "user_ids", "timestamps"):
+        _check_shape(getattr(batch, name), (rows,), name)
+    _check_shape(batch.row_index, (rows, 3), "row_index")
     _check_shape(batch.labels, (rows, len(tasks)), "labels")
     _check_shape(batch.weights, (rows, len(tasks)), "weights")
     _check_shape(batch.dense, (rows, len(schema.dense)), "dense")
@@ -43,9 +49,11 @@ def check_batch(batch: Batch, schema: Schema, *, open_ids: Collection[str] = ())
     _check_streams(batch, schema, rows)
 
 
-def _check_shape(tensor: Tensor, expected: tuple[int, int], name: str) -> None:
+def _check_shape(tensor: Tensor, expected: tuple[int, ...], name: str) -> None:
     if tuple(tensor.shape) != expected:
         raise BatchError(f"batch {name} has shape {tuple(tensor.shape)}, expected {expected}")
+    if tensor.is_floating_point() != (name in FLOATS):
+        raise BatchError(f"batch {name} are {tensor.dtype}, expected {'floats' if name in FLOATS else 'integers'}")
 
 
 def _check_cells(
@@ -79,6 +87,7 @@ def _check_ids(batch: Batch, schema: Schema, rows: int, open_ids: Collection[str
     expected = [name for name, _ in features]
     if list(ids.keys()) != expected:
         raise BatchError(f"batch ids have keys {list(ids.keys())}, expected {expected}")
+    _check_form(ids)
     lengths = ids.lengths()
     if lengths.numel() != rows * len(features) or (lengths.numel() and int(lengths.min()) < 0):
         raise BatchError(
@@ -103,10 +112,35 @@ def _check_ids(batch: Batch, schema: Schema, rows: int, open_ids: Collection[str
             )
 
 
+def _check_form(ids: KeyedJaggedTensor) -> None:
+    """Ids are whole numbers, one number of rows for all features, no weights: floats above 2^24 would be other ids."""
+    if ids.variable_stride_per_key():
+        raise BatchError("batch ids have another number of rows for each feature, expected one for all")
+    if ids.weights_or_none() is not None:
+        raise BatchError("batch ids have weights, which no table of this model uses; leave them out")
+    for name, tensor in (("values", ids.values()), ("lengths", ids.lengths())):
+        if tensor.dtype not in INTEGERS or tensor.ndim != 1:
+            raise BatchError(
+                f"batch ids have {name} of {tensor.dtype} in {tensor.ndim} dims, expected int64 or int32 in one"
+            )
+    offsets = ids.offsets_or_none()
+    if offsets is not None and (
+        offsets.numel() != ids.lengths().numel() + 1 or bool((offsets.diff() != ids.lengths()).any())
+    ):
+        raise BatchError("batch ids have offsets that are not the sums of their lengths")
+
+
 def _check_streams(batch: Batch, schema: Schema, rows: int) -> None:
+    names = [stream.name for stream in schema.streams]
+    if sorted(batch.streams) != sorted(names):
+        raise BatchError(f"batch has streams {sorted(batch.streams)}, expected {sorted(names)}")
     for number, stream in enumerate(schema.streams):
         found = batch.streams[stream.name]
         offsets = found.offsets
+        if offsets.dtype not in INTEGERS or offsets.ndim != 1:
+            raise BatchError(
+                f"stream {stream.name!r} has offsets of {offsets.dtype} in {offsets.ndim} dims, expected int64 in one"
+            )
         steps = offsets.diff()
         sound = offsets.numel() == rows + 1 and int(offsets[0]) == 0 and not bool((steps < 0).any())
         events = int(offsets[-1]) if offsets.numel() else -1

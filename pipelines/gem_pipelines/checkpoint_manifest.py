@@ -169,10 +169,11 @@ def _read_regular_file(path: Path, *, limit: int) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is not a regular file")
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{path} is not a regular file")
         size = found.st_size
         if size > limit:
             raise CheckpointError(f"{path} has {size} bytes, expected at most {limit}")

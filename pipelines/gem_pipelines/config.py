@@ -27,6 +27,9 @@ FREE_ON_RESUME = frozenset(
         "train.eval_batch_size",
         "train.predictions",
         "train.survey_rows",
+        "train.ledger",
+        "train.spike_factor",
+        "train.replica_check_every",
         "train.checkpoint_every",
         "train.keep_checkpoints",
         "train.checkpoint_async",
@@ -58,6 +61,7 @@ FREE_ON_RESUME = frozenset(
         "data.options",
         "data.cache",
         "data.prefetch",
+        "data.max_quarantined_rows",
         "name",
     }
 )
@@ -106,6 +110,9 @@ class DataConfig:
     """Row group sequences that a batch is dealt from; the order depends on it, and never on the number of processes."""
     max_length: int | None = None
     """Keep only the latest events of each stream; None: the schema's limit."""
+    max_quarantined_rows: int = 0
+    """How many rows of a run may be lost to row groups that are damaged or hold bad values; such a group is left out
+    whole, counted and written down. 0: the first stops the run. Above 0 the survey before the run is left out."""
     drop_last: bool = False
     """Drop the smaller last batch of an epoch."""
     prefetch: int = 2
@@ -116,7 +123,7 @@ class DataConfig:
         _at_least("data", 1, global_batch_size=self.global_batch_size, accumulate=self.accumulate)
         _at_least("data", 1, window_groups=self.window_groups, logical_shards=self.logical_shards)
         _at_least("data", 1, max_length=self.max_length)
-        _at_least("data", 0, prefetch=self.prefetch)
+        _at_least("data", 0, prefetch=self.prefetch, max_quarantined_rows=self.max_quarantined_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +295,14 @@ class TrainConfig:
     """Evaluate every so many steps; 0: only at the end."""
     eval_batch_size: int = 2048
     """Rows of one evaluation batch over all processes."""
+    spike_factor: float = 8.0
+    """Flag a step whose loss or gradient norm is so many spreads above the median of the last steps, with the samples
+    of its batch. It is trained all the same. 0: never."""
+    replica_check_every: int = 100
+    """Compare the copies of parameters, moments and tables every so many steps, and before checkpoints. 0: never."""
+    ledger: bool = False
+    """Write down which samples were trained at which step, durable with every checkpoint; 'gemline data ledger RUN'
+    compares it with the data."""
     survey_rows: int = 1_000_000
     """Data of at most so many rows are read once before the run, every value checked, lengths and rates noted for the
     report; and counting floors are computed at the end. 0: never."""
@@ -345,7 +360,8 @@ class TrainConfig:
         _at_least("train", 0, hang_limit_s=self.hang_limit_s)
         _at_least("train", 1, record_every=self.record_every, print_every=self.print_every, threads=self.threads)
         _at_least("train", 0, eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
-        _at_least("train", 0, max_skipped_steps=self.max_skipped_steps)
+        _at_least("train", 0, max_skipped_steps=self.max_skipped_steps, spike_factor=self.spike_factor)
+        _at_least("train", 0, replica_check_every=self.replica_check_every)
         _at_least("train", 0, profile_every=self.profile_every, seed=self.seed, survey_rows=self.survey_rows)
         for weight in self.task_weights:
             _at_least("train", 0, task_weights=weight)

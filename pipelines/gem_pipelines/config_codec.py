@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from typing import Any, Literal, Union, get_args, get_origin
@@ -29,7 +30,9 @@ def check_types(instance: Any, path: str) -> None:
         value = getattr(instance, name)
         if not _fits(value, expected):
             key = f"{path}.{name}" if path else name
-            raise ConfigError(f"{key} is {value!r} ({type(value).__name__}), expected {describe_type(expected)}")
+            raise ConfigError(
+                f"{key} is {value!r} ({type(value).__name__}), expected {describe_type(expected)}{_more(value)}"
+            )
         for inner, nested in _nested(value, f"{path}.{name}" if path else name):
             check_types(nested, inner)
 
@@ -71,10 +74,22 @@ def _fits(value: Any, expected: Any) -> bool:
             _fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items()
         )
     if expected is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        # Infinities and NaN cannot be written into config.json or a manifest, and no value of a run means them.
+        return isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
     if expected is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, expected)
+
+
+def _more(value: Any) -> str:
+    return ", finite" if isinstance(value, float) and not math.isfinite(value) else ""
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond all floats
+        return False
 
 
 def _item_types(value: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -112,7 +127,10 @@ def from_json(cls: type, value: Any, *, path: str = "") -> Any:
     }
     try:
         return cls(**arguments)
-    except TypeError as error:  # a field without default is missing
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        # A field without default is missing, or a value is not what the class computes with.
         raise ConfigError(f"{path or 'config'}: {error}") from None
 
 
@@ -128,7 +146,9 @@ def _decode(value: Any, expected: Any, *, path: str) -> Any:
     if origin is tuple and isinstance(value, list):
         items = _item_types(value, arguments)
         return tuple(
-            _decode(item, kind, path=f"{path}.{i}") for i, (item, kind) in enumerate(zip(value, items, strict=True))
+            # A tuple of the wrong length stays one: its type is refused afterwards.
+            _decode(item, kind, path=f"{path}.{i}")
+            for i, (item, kind) in enumerate(zip(value, items, strict=False))
         )
     if origin is dict and isinstance(value, dict):
         return {key: _decode(item, arguments[1], path=f"{path}.{key}") for key, item in value.items()}

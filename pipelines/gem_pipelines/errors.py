@@ -7,6 +7,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+LONGEST_NAME = 200
+"""Longer names are not compared with the valid ones, which takes time in proportion to both."""
+
 
 class ConfigError(ValueError):
     """A wrong configuration: names the key, what was expected, what came and what to do."""
@@ -31,6 +34,8 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     "did you mean 'optimizer.lr'?"
     """
     names = sorted(valid)
+    if len(name) > LONGEST_NAME:
+        return f"it is longer than any name ({len(name)} characters)"
     last = name.rsplit(".", 1)[-1]
     near = difflib.get_close_matches(name, names, n=2, cutoff=0.85)
     if not near:  # a key whose last part is right, given under the wrong section

@@ -26,6 +26,7 @@ from gem_pipelines.errors import ConfigError, RunError, did_you_mean
 from gem_pipelines.loop import Job, Outcome
 from gem_pipelines.model.build import build_model, table_specs
 from gem_pipelines.parallelize import parallelize, seed_everything
+from gem_pipelines.quarantine import Quarantine
 from gem_pipelines.rundir import RunDirectory
 from gem_pipelines.runlock import RunLock
 from gem_pipelines.runtime import Runtime, start_runtime
@@ -94,7 +95,7 @@ def _run(request: Request, directory: RunDirectory, lock: RunLock | None, runtim
     say(f"run: {directory.path}")
     data = data_directory(config.data, runtime=runtime, say=say)
     check_policies(config, read_schema(data))
-    row_limit = config.train.survey_rows
+    row_limit = 0 if config.data.max_quarantined_rows else config.train.survey_rows
     survey = survey_data(data, row_limit=row_limit, runtime=runtime, open_ids=config.tables.open_ids())
     job = build(config, data=data, directory=directory, runtime=runtime, lock=lock)
     first = job.restore_latest() if request.resume else 0
@@ -103,6 +104,7 @@ def _run(request: Request, directory: RunDirectory, lock: RunLock | None, runtim
 
     def prepare_directory() -> None:
         if request.resume:
+            job.ledger.forget_after(first)
             directory.go_on(config, command=request.command, step=first)
         else:
             directory.create(config, command=request.command)
@@ -185,7 +187,9 @@ def loader_config(config: RunConfig, cost: CostModel | None = None) -> LoaderCon
     )
 
 
-def training_loader(config: RunConfig, *, data: Path, cost: CostModel, runtime: Runtime) -> Loader:
+def training_loader(
+    config: RunConfig, *, data: Path, cost: CostModel, runtime: Runtime, quarantine: Quarantine
+) -> Loader:
     """The loader of a run, with its balance. A collective: every rank calls it at the same time."""
     loader = build_loader(
         data,
@@ -193,6 +197,7 @@ def training_loader(config: RunConfig, *, data: Path, cost: CostModel, runtime: 
         config=loader_config(config, cost),
         rank=runtime.rank,
         world_size=runtime.world_size,
+        on_damage=quarantine.hear if config.data.max_quarantined_rows else None,
     )
     balance = config.balance
     if balance.method != "global" or runtime.world_size == 1:
@@ -214,7 +219,8 @@ def build(
     seed_everything(config.train.seed, rank=runtime.rank)
     schema = within(read_schema(data), config.data.max_length)
     cost = load_model(config.balance, schema, config.model)
-    loader = training_loader(config, data=data, cost=cost, runtime=runtime)
+    quarantine = Quarantine()
+    loader = training_loader(config, data=data, cost=cost, runtime=runtime, quarantine=quarantine)
     steps_per_epoch = -(-loader.batches_per_epoch // config.data.accumulate)
     total_steps = config.train.steps or config.train.epochs * steps_per_epoch
     parallel = parallelize(
@@ -234,4 +240,5 @@ def build(
         directory=directory,
         total_steps=total_steps,
         lock=lock,
+        quarantine=quarantine,
     )

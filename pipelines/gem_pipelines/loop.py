@@ -22,13 +22,17 @@ from gem_pipelines import checkpoint, evaluate
 from gem_pipelines.checkpoint_format import step_directory
 from gem_pipelines.checkpoint_saver import Saver
 from gem_pipelines.config_codec import to_json
+from gem_pipelines.ledger import Ledger
 from gem_pipelines.measure import matmul_peak_flops_per_s, memory_bytes
 from gem_pipelines.outcome import Throughput, best_possible_ne, counting_floors
 from gem_pipelines.parallelize import parameter_counts
 from gem_pipelines.progress import ProgressDisplay
+from gem_pipelines.quarantine import Quarantine, check_cap
+from gem_pipelines.replica_check import check_replicas, copied_tensors
 from gem_pipelines.rundir import RunDirectory
 from gem_pipelines.runlock import RunLock
 from gem_pipelines.sinks import Sinks
+from gem_pipelines.spikes import SpikeWatch
 from gem_pipelines.supervision import Supervision
 from gem_pipelines.timing import PartClock
 from gem_pipelines.trainer import Trainer
@@ -55,7 +59,11 @@ class Job:
         directory: RunDirectory,
         total_steps: int,
         lock: RunLock | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
+        self.quarantine = Quarantine() if quarantine is None else quarantine
+        self.spikes = SpikeWatch(trainer.config.train.spike_factor)
+        self.ledger = Ledger(directory.path / "ledger", runtime=trainer.runtime, enabled=trainer.config.train.ledger)
         self.trainer = trainer
         self.loader = loader
         self.data = data
@@ -162,9 +170,14 @@ class Job:
         with clock.watching(self.trainer.parallel.module.parts()) if profiled else nullcontext():
             record = self.trainer.step(batches, clock=clock, profiled=profiled, upcoming=upcoming)
         self.loader.mark_trained(batches[-1])
-        if record["kind"] == "skip":
+        skipped = record["kind"] == "skip"
+        self.ledger.note(batches, step=number, epoch=self.trainer.position.epoch, trained=not skipped)
+        if skipped:
             self._record_skip(record)
             return
+        if record.pop("missing_rows"):
+            self._record_quarantine(number)
+        self._flag_spike(record, batches)
         seconds = time.perf_counter() - begin
         parts = clock.seconds() if profiled else None
         self.throughput.add(record, seconds=seconds, parts=parts)
@@ -205,6 +218,34 @@ class Job:
         count, limit = record["skipped_steps"], record["max_skipped_steps"]
         self.display.say(f"STEP {record['step']} LEFT OUT ({count} of at most {limit}): {record['reason']}")
 
+    def _flag_spike(self, record: dict[str, Any], batches: list[Batch]) -> None:
+        """Note a step that stands out, with the samples of all ranks. The figures are the same on all of them."""
+        spike = self.spikes.look(loss=record["loss"], grad_norm=record["grad_norm"])
+        if spike is None:
+            return
+        samples = self.runtime.gather_rows(torch.cat([batch.sample_ids.cpu() for batch in batches])).tolist()
+        self._write({"kind": "spike", "step": record["step"], **vars(spike), "sample_ids": samples})
+        self.display.say(
+            f"SPIKE at step {record['step']}: {spike.figure} {spike.value:.4g}, median before {spike.median:.4g}, "
+            f"{spike.distance:.0f} spreads above; its {len(samples)} samples are in metrics.jsonl"
+        )
+
+    def _check_replicas(self, step: int) -> None:
+        every = self.config.train.replica_check_every
+        if every and (step % every == 0 or self._saves_at(step)):
+            copied = copied_tensors(self.trainer.parallel, self.trainer.optimizer, self.runtime)
+            check_replicas(copied, self.runtime, step=step)
+
+    def _record_quarantine(self, step: int) -> None:
+        """Rows of this step are lost: note which row groups, and stop all ranks where it is too much."""
+        groups = self.quarantine.exchange(self.runtime)
+        lost, limit = self.trainer.position.quarantined_samples, self.config.data.max_quarantined_rows
+        if groups:
+            self._write({"kind": "quarantine", "step": step, "quarantined_samples": lost, "groups": groups})
+        for group in groups:
+            self.display.say(f"QUARANTINED, not trained: {group['reason']}")
+        check_cap(lost, limit, groups, step=step)
+
     def _record_step(
         self, record: dict[str, Any], *, seconds: float, parts: dict[str, float] | None, peak: float
     ) -> None:
@@ -228,8 +269,10 @@ class Job:
     def _save_and_evaluate(self) -> None:
         """The checkpoint comes first: what was trained must outlive an evaluation that fails."""
         step = self.trainer.position.step
+        self._check_replicas(step)
         if self._saves_at(step):
             self.supervision.enter("save", step=step)
+            self.ledger.commit(step)
             self.saver.save(self.trainer, self.loader)
         self._record_saves()
         if self._evaluates_at(step):
@@ -320,7 +363,8 @@ class Job:
         }
 
     def _surveyed(self) -> bool:
-        return sum(file.rows for file in self.schema.files) <= self.config.train.survey_rows
+        rows = sum(file.rows for file in self.schema.files)
+        return rows <= self.config.train.survey_rows and not self.config.data.max_quarantined_rows
 
     def _end_record(self, seconds: float, resumed_from: int | None) -> dict[str, Any]:
         """`seconds` and "throughput" are of this process alone, which trained what came after `resumed_from`."""

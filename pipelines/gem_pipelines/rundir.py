@@ -33,6 +33,7 @@ from gem_pipelines.config_codec import from_json, to_json
 from gem_pipelines.contract import installed_versions
 from gem_pipelines.errors import RunError
 from gem_pipelines.runlock import RunLock
+from gem_pipelines.safe_files import read_json, refuse_links
 
 _DISTRIBUTIONS = ("gemline", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow", "safetensors")
 
@@ -75,6 +76,7 @@ class RunDirectory:
 
     def acquire_lock(self) -> RunLock:
         """Make the directory where it is missing, and lock it. Raises LockError."""
+        refuse_links(self.path)
         self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         return RunLock.acquire(self.lock_file)
@@ -116,9 +118,9 @@ class RunDirectory:
         """versions.json with those of now on top, and as "earlier" others that trained steps before: up to `step`."""
         path, now = self.path / "versions.json", collect_versions()
         try:
-            before = json.loads(path.read_text()) if path.exists() else {}
-        except ValueError as error:
-            raise RunError(f"{path} is not JSON: {error}; repair it or remove it") from None
+            before = read_json(path) if path.exists() else {}
+        except RunError as error:
+            raise RunError(f"{error}; repair it or remove it") from None
         earlier = before.pop("earlier", [])
         if before and before != now:
             earlier = [*earlier, {"up_to_step": step, **before}]
@@ -132,11 +134,8 @@ class RunDirectory:
         """The config of an existing run."""
         if not self.config_file.is_file():
             raise RunError(f"{self.path} holds no run to resume: {self.config_file} does not exist")
-        try:
-            value = json.loads(self.config_file.read_text())
-        except ValueError as error:
-            raise RunError(f"{self.config_file} is not JSON: {error}") from None
-        config = from_json(RunConfig, value)
+        refuse_links(self.path)
+        config = from_json(RunConfig, read_json(self.config_file))
         assert isinstance(config, RunConfig)
         return config
 

@@ -295,6 +295,7 @@ class Trainer:
         position.step += 1
         position.samples += totals.rows
         position.tokens += totals.tokens
+        position.quarantined_samples += totals.missing
         sums = {task: BinarySums.from_list(row) for task, row in zip(self.tasks, sums_T5.tolist(), strict=True)}
         self.metrics.update(sums)
         loss_T = mean_by_task(sums_T5[:, BinarySums.FIELDS.index("log_loss")], totals.weight)
@@ -314,6 +315,7 @@ class Trainer:
             "learning_rate": lr,
             "grad_norm": grad_norm,
             "rows": totals.rows,
+            "missing_rows": totals.missing,
             "events": totals.tokens,
             "flops_by_part": totals.flops_by_part,
             "flops": sum(totals.flops_by_part.values()),

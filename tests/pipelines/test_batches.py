@@ -138,6 +138,7 @@ def empty_like(batch):
         **{name: getattr(batch, name)[:0] for name in ("sample_ids", "user_ids", "timestamps", "row_index")},
         **{name: getattr(batch, name)[:0] for name in ("labels", "weights", "dense")},
         ids=KeyedJaggedTensor(keys=keys, values=none, lengths=none),
+        global_rows=0,
         streams={
             name: EventStream(offsets=torch.zeros(1, dtype=torch.int64), actions=none, times=none)
             for name in batch.streams
@@ -153,7 +154,7 @@ def test_an_empty_batch_passes_and_is_padded_with_a_row_that_weighs_nothing(batc
     assert padded.weights.tolist() == [[0.0, 0.0]]
     assert padded.ids.keys() == batch.ids.keys()
     assert (padded.ids.lengths().dtype, padded.ids.values().dtype) == (batch.ids.lengths().dtype, torch.int64)
-    assert padded.global_rows == batch.global_rows
+    assert padded.global_rows == 0
     full = {name: tensor.dtype for name, tensor in vars(batch).items() if isinstance(tensor, torch.Tensor)}
     assert {name: getattr(padded, name).dtype for name in full} == full
     assert pad_empty(batch, schema) is batch

@@ -28,7 +28,7 @@ def spoil_vector_gradient(monkeypatch: pytest.MonkeyPatch, feature: str, value: 
     """The gradient of one element of the last vector of `feature` becomes `value`; returns the sample ids it hits."""
     original, hit = trainer_module.to_model_input, []
 
-    def spoiling(batch, embeddings, *, schema):
+    def spoiling(batch, embeddings, **options):
         def hook(grad):
             grad = grad.clone()
             grad[-1, 1] = value
@@ -37,7 +37,7 @@ def spoil_vector_gradient(monkeypatch: pytest.MonkeyPatch, feature: str, value: 
         embeddings[feature].register_hook(hook)
         lengths = batch.ids[feature].lengths()
         hit.append(int(batch.sample_ids[int(torch.nonzero(lengths)[-1])]))
-        return original(batch, embeddings, schema=schema)
+        return original(batch, embeddings, **options)
 
     monkeypatch.setattr(trainer_module, "to_model_input", spoiling)
     return hit
@@ -81,11 +81,11 @@ def test_a_late_micro_batch_that_fails_takes_back_the_earlier_ones(make_job, tak
     take_steps(job, 1)
     before, original, seen = state_of(job), trainer_module.to_model_input, []
 
-    def spoiling(batch, embeddings, *, schema):
+    def spoiling(batch, embeddings, **options):
         seen.append(batch.step)
         if len(seen) == 3:
             embeddings["item"].register_hook(lambda grad: grad + float("nan"))
-        return original(batch, embeddings, schema=schema)
+        return original(batch, embeddings, **options)
 
     monkeypatch.setattr(trainer_module, "to_model_input", spoiling)
     with pytest.raises(GradientError, match="would enter a table"):
@@ -139,14 +139,14 @@ def test_a_run_with_skips_ends_and_records_them(make_job, monkeypatch, capsys):
     from gem_pipelines.rundir import read_records
 
     job = make_job(train={"max_skipped_steps": 1, "steps": 4, "report": False})
-    read, calls = job._read, []
+    fetch, calls = job._fetch, []
 
-    def reading(steps):
-        batches = read(steps)
+    def fetching(steps):
+        batches = fetch(steps)
         calls.append(batches)
         return [spoil("dense", float("nan"))(batch) for batch in batches] if len(calls) == 2 else batches
 
-    monkeypatch.setattr(job, "_read", reading)
+    monkeypatch.setattr(job, "_fetch", fetching)
     job.train(resumed_from=None, survey=None)
     records = read_records(job.directory.metrics_file)
     assert [record["step"] for record in records if record["kind"] == "train"] == [1, 3, 4]

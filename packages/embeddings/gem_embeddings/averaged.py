@@ -80,6 +80,9 @@ class AveragedCopies(Copies):
     def set_learning_rate(self, lr: float) -> None:
         set_kernel_rate(self.tables, lr * math.sqrt(self._scale))
 
+    def copied(self) -> list[tuple[Tensor, Tensor]]:
+        return [] if self._since else [(table.weight, table.fused_momentum()) for table in self.tables]
+
     def state(self) -> list[tuple[Tensor, Tensor]]:
         if self._since:
             self.average()

@@ -71,6 +71,10 @@ class Copies(ABC):
     def state(self) -> list[tuple[Tensor, Tensor]]:
         """(weight, momentum) of each local table; momentum in units of one copy. A collective of the copies."""
 
+    def copied(self) -> list[tuple[Tensor, Tensor]]:
+        """(weight, momentum) of each local table where the other copies hold the same bits now; else empty."""
+        return []
+
     @abstractmethod
     def load(self, state: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Inverse of `state`. The tensors may be on another device."""
@@ -183,6 +187,9 @@ class SummedCopies(Copies):
         for table, momentum_R, (rows_U, grad_UD) in zip(self.tables, self._momentum, summed, strict=True):
             grad_UD /= self._exchange.size
             step_rows_(table.weight, momentum_R, rows_U, grad_UD, lr=self.lr, eps=self.eps)
+
+    def copied(self) -> list[tuple[Tensor, Tensor]]:
+        return self.state()
 
     def state(self) -> list[tuple[Tensor, Tensor]]:
         return [(table.weight, momentum) for table, momentum in zip(self.tables, self._momentum, strict=True)]

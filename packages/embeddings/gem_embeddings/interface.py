@@ -5,6 +5,7 @@
 1.2  weighted ids (`TableSpec.weighted`); a feature may look up several tables; `Tables.prepare`: ids travel ahead;
      `PlannerInputs`: TorchRec's planner places the tables; `Tables.placement`: which rank holds what;
      `Exchange.begin`: slices of fully sharded tables travel beside other work
+1.3  `Tables.copied_parts`: what a rank holds in copy, so that copies can be compared
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-INTERFACE_VERSION = (1, 2)
+INTERFACE_VERSION = (1, 3)
 
 Pooling = Literal["none", "sum", "mean"]
 Policy = Literal["error", "drop", "hash"]
@@ -156,6 +157,8 @@ class Tables(Protocol):
         mismatches, and nothing is applied.
     set_learning_rate(lr)     for schedules.
     placement() -> table name -> how it lies on the ranks of one copy: "whole on rank 1", "rows over 4 ranks".
+    copied_parts() -> name -> this rank's memory of what other copies hold too, bit for bit at this moment: the same
+        names on all of them. Empty without copies, where slices are held, and between two averages. To be read only.
     policy_counts() -> feature -> {"ids": n, "outside": n}, of this rank since it was built, for features whose policy
         is not "error".
     """
@@ -173,5 +176,7 @@ class Tables(Protocol):
     def set_learning_rate(self, lr: float) -> None: ...
 
     def placement(self) -> dict[str, str]: ...
+
+    def copied_parts(self) -> dict[str, Tensor]: ...
 
     def policy_counts(self) -> dict[str, dict[str, int]]: ...

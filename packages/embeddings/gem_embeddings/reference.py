@@ -163,6 +163,10 @@ class ReferenceTables(nn.Module):
         """Every table is whole on every rank."""
         return dict.fromkeys(self.tables, "whole on every rank")
 
+    def copied_parts(self) -> dict[str, Tensor]:
+        """Nothing: copies are another implementation's."""
+        return {}
+
     def policy_counts(self) -> dict[str, dict[str, int]]:
         """Feature -> {"ids", "outside"} where the policy is not "error"."""
         return self._policies.counts()

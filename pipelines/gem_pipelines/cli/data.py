@@ -1,4 +1,4 @@
-"""gemline data prepare | inspect | verify"""
+"""gemline data prepare | inspect | verify | ledger"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from gem_pipelines.cli.parser import Parser
 from gem_pipelines.errors import ConfigError, did_you_mean
 
-_VERBS = ("prepare", "inspect", "verify")
+_VERBS = ("prepare", "inspect", "verify", "ledger")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -17,13 +17,13 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(
             "usage: gemline data prepare NAME --out DIR [option=value ...]\n"
-            "       gemline data inspect DIR\n       gemline data verify DIR"
+            "       gemline data inspect DIR\n       gemline data verify DIR\n       gemline data ledger RUN"
         )
         return 0 if arguments else 1
     verb, rest = arguments[0], arguments[1:]
     if verb not in _VERBS:
         raise ConfigError(f"unknown command 'data {verb}'; {did_you_mean(verb, _VERBS)}")
-    return {"prepare": prepare, "inspect": inspect, "verify": verify}[verb](rest)
+    return {"prepare": prepare, "inspect": inspect, "verify": verify, "ledger": ledger}[verb](rest)
 
 
 def prepare(arguments: Sequence[str]) -> int:
@@ -63,6 +63,27 @@ def verify(arguments: Sequence[str]) -> int:
 
     report = verify_dataset(directory)
     print(report)
+    return 0 if report.ok else 1
+
+
+def ledger(arguments: Sequence[str]) -> int:
+    """Compare a run's ledger with its data; exit code 1 where a sample was lost or trained twice."""
+    about = "Whether every sample of the training split was trained exactly once (runs with --train.ledger True)."
+    run = _directory("ledger", about, arguments)
+    from gem_pipelines.data_source import cache_directory
+    from gem_pipelines.ledger import verify_ledger
+    from gem_pipelines.rundir import RunDirectory
+
+    config = RunDirectory(run).read_config().data
+    source = Path(config.source)
+    report = verify_ledger(run / "ledger", source if (source / "schema.json").is_file() else cache_directory(config))
+    print(
+        f"{run}: {report.steps} steps, {report.complete} whole epochs, {report.trained:,} samples trained, "
+        f"{report.skipped:,} left out, {len(report.lost):,} lost, {len(report.twice):,} twice"
+    )
+    for name, ids in (("lost", report.lost), ("twice", report.twice)):
+        if ids:
+            print(f"{name}: {', '.join(map(str, ids[:20]))}{', ...' if len(ids) > 20 else ''}")
     return 0 if report.ok else 1
 
 

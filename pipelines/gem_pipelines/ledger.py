@@ -1,0 +1,168 @@
+"""Which samples were trained, step by step: the proof that each was trained exactly once.
+
+    ledger/step-00000010.parquet      the steps since the segment before, up to and with step 10
+        step int64, epoch int64, rank int64, trained bool, sample_id int64      one row a sample, in global order
+
+Every rank notes the ids of its batches after the step that trained them (or left them out: trained False). At a
+checkpoint the notes go to rank 0, which writes one segment, all or nothing and durable, before the checkpoint of that
+step is. So a step's samples are in the ledger if and only if the run can go on from after it: a resume removes the
+segments beyond its checkpoint, and with them the samples that will be trained again.
+
+Off by default: it costs 8 bytes a sample and more on disk, which is much over a long run. The position that a
+checkpoint holds is what prevents repetition; this is the evidence.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from gem_data.api import read_schema
+from gem_data.interface import Batch
+
+from gem_pipelines.errors import RunError
+from gem_pipelines.runtime import Runtime
+
+_SEGMENT = re.compile(r"step-(\d{8,})\.parquet")
+_COLUMNS = ("step", "epoch", "rank", "trained", "sample_id")
+Int64 = npt.NDArray[np.int64]
+
+
+class Ledger:
+    """Notes of this rank since the last segment. enabled False: every call does nothing."""
+
+    def __init__(self, directory: Path, *, runtime: Runtime, enabled: bool) -> None:
+        self.directory, self.runtime, self.enabled = directory, runtime, enabled
+        self._notes: list[torch.Tensor] = []
+
+    def note(self, batches: Sequence[Batch], *, step: int, epoch: int, trained: bool) -> None:
+        """`batches` are what this rank held of `step`."""
+        if not self.enabled:
+            return
+        ids = torch.cat([batch.sample_ids.cpu() for batch in batches]).long()
+        about = torch.tensor([step, epoch, self.runtime.rank, int(trained)]).expand(ids.numel(), 4)
+        self._notes.append(torch.cat([about, ids[:, None]], dim=1))
+
+    def commit(self, step: int) -> None:
+        """Write what was noted as the segment of `step`. A collective; durable when it returns."""
+        if not self.enabled:
+            return
+        mine = torch.cat(self._notes) if self._notes else torch.zeros(0, len(_COLUMNS), dtype=torch.int64)
+        rows = self.runtime.gather_rows(mine).numpy()
+        self._notes = []
+        # Rows of a rank are in the order of steps; a stable sort by step leaves ranks, and rows within them, in order.
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        self.runtime.on_main(lambda: _write_segment(self.directory, step, rows))
+
+    def forget_after(self, step: int) -> None:
+        """Remove segments beyond `step`: their samples are trained again. For one rank."""
+        for last, path in _segments(self.directory):
+            if last > step:
+                path.unlink()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerReport:
+    """What a ledger says. twice, lost: sample ids that a finished epoch has more than once, or not at all.
+
+    complete  epochs that were finished; in the unfinished last one only `twice` can be told
+    """
+
+    steps: int
+    trained: int
+    skipped: int
+    complete: int
+    twice: tuple[int, ...]
+    lost: tuple[int, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Nothing was trained twice, nothing is missing."""
+        return not self.twice and not self.lost
+
+
+def read_ledger(directory: Path) -> dict[str, Int64]:
+    """Column -> values, of all segments in order. Raises RunError where there is none or one cannot be read."""
+    segments = _segments(directory)
+    if not segments:
+        raise RunError(
+            f"{directory} has no segments: the run was made without --train.ledger True, or saved nothing yet"
+        )
+    try:
+        tables = [pq.read_table(path, page_checksum_verification=True, columns=list(_COLUMNS)) for _, path in segments]
+    except (pa.ArrowException, OSError) as error:
+        raise RunError(f"{directory}: a segment cannot be read: {error}") from None
+    whole = pa.concat_tables(tables)
+    return {name: whole.column(name).to_numpy().astype(np.int64) for name in _COLUMNS}
+
+
+def verify_ledger(directory: Path, data: Path, *, quarantined: frozenset[int] = frozenset()) -> LedgerReport:
+    """Compare the ledger of a run with the sample ids of its training split, epoch by epoch.
+
+    quarantined: ids that a finished epoch may lack. Left-out steps (trained False) count as accounted for.
+    """
+    ledger = read_ledger(directory)
+    wanted = _sample_ids(data)
+    twice: list[int] = []
+    lost: list[int] = []
+    epochs = sorted(set(ledger["epoch"].tolist()))
+    complete = 0
+    for epoch in epochs:
+        ids, counts = np.unique(ledger["sample_id"][ledger["epoch"] == epoch], return_counts=True)
+        twice += ids[counts > 1].tolist()
+        twice += np.setdiff1d(ids, wanted).tolist()
+        missing = set(np.setdiff1d(wanted, ids).tolist()) - quarantined
+        finished = epoch != epochs[-1] or not missing
+        complete += finished
+        if finished:
+            lost += sorted(missing)
+    return LedgerReport(
+        steps=int(ledger["step"].max(initial=0)),
+        trained=int(ledger["trained"].sum()),
+        skipped=int((ledger["trained"] == 0).sum()),
+        complete=complete,
+        twice=tuple(twice),
+        lost=tuple(lost),
+    )
+
+
+def _sample_ids(data: Path) -> Int64:
+    parts = [
+        pq.read_table(data / file.path, columns=["sample_id"]).column(0).to_numpy()
+        for file in read_schema(data).files
+        if file.split == "train"
+    ]
+    return np.unique(np.concatenate(parts))
+
+
+def _segments(directory: Path) -> list[tuple[int, Path]]:
+    if not directory.is_dir():
+        return []
+    matches = [(_SEGMENT.fullmatch(path.name), path) for path in directory.iterdir()]
+    return sorted((int(match.group(1)), path) for match, path in matches if match)
+
+
+def _write_segment(directory: Path, step: int, rows: Int64) -> None:
+    directory.mkdir(exist_ok=True)
+    columns = {name: pa.array(rows[:, number]) for number, name in enumerate(_COLUMNS)}
+    columns["trained"] = columns["trained"].cast(pa.bool_())
+    target = directory / f"step-{step:08d}.parquet"
+    temporary = directory / f".{target.name}.{os.getpid()}"
+    with open(temporary, "wb") as file:
+        pq.write_table(pa.table(columns), file, compression="zstd", write_page_checksum=True)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, target)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

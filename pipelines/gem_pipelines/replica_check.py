@@ -1,0 +1,142 @@
+"""Whether the copies of parameters, moments and tables are still the same bits, and which rank drifted if not.
+
+Copies are kept equal without ever being compared: they start equal and apply equal updates. A bit that flips in the
+memory of one rank therefore stays there and spreads through the averaged gradients. Every replica_check_every steps,
+and before every checkpoint, each rank sums the bits of what it holds in copy; the sums of a group are compared.
+
+Two sums a tensor, of its 32-bit words, wrapping at 2^64: plain, which any single changed word changes, and weighted by
+position, which notices two words that changed places.
+
+Three copies or more: the rank that differs from the majority drifted. Two copies cannot outvote each other: both are
+named, and of the first element that differs the one whose magnitude is further from the rest of its tensor is the
+suspect, with both values, since a flipped bit of an exponent changes a magnitude by powers of two.
+
+Cost: one read of parameters, moments and tables in copy, and one all-gather of 16 bytes a tensor and group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from gem_pipelines.errors import RunError
+from gem_pipelines.optimizer import DenseOptimizer
+from gem_pipelines.parallelize import ParallelModel
+from gem_pipelines.runtime import Runtime
+
+CHUNK = 1 << 20
+
+
+class ReplicaError(RunError):
+    """Copies that must be equal are not; names tensor and rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copied:
+    """What the ranks of one group hold in copy: name -> this rank's part. axis: for messages."""
+
+    axis: str
+    group: Any
+    tensors: Mapping[str, Tensor]
+
+
+def copied_tensors(parallel: ParallelModel, optimizer: DenseOptimizer, runtime: Runtime) -> list[Copied]:
+    """Everything that exists more than once in this run, by the group that holds it."""
+    if runtime.world_size == 1:
+        return []
+    meshes = parallel.meshes
+    dense = {f"dense.{name}": _local(value) for name, value in parallel.module.state_dict().items()}
+    for name, parameter in optimizer.named.items():
+        state = optimizer.adamw.state.get(parameter, {})
+        dense |= {f"optimizer.{name}.{key}": _local(state[key]) for key in ("exp_avg", "exp_avg_sq") if key in state}
+    group = dist.group.WORLD if meshes is None else meshes.process_groups["replicate"]
+    found = [Copied(axis="replicate", group=group, tensors=dense)]
+    if meshes is not None:
+        tables = {f"tables.{name}": part for name, part in parallel.tables.copied_parts().items()}
+        found.append(Copied(axis="table_replica", group=meshes.process_groups["table_replica"], tensors=tables))
+    return [copied for copied in found if dist.get_world_size(copied.group) > 1]
+
+
+def check_replicas(copied: Sequence[Copied], runtime: Runtime, *, step: int) -> int:
+    """Raise ReplicaError on every rank where copies differ on any. Returns the bytes compared here. A collective."""
+    messages, compared = [], 0
+    for one in copied:
+        mine = checksums(one.tensors.values()).to(runtime.device)
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(one.group))]
+        dist.all_gather(every, mine, group=one.group)
+        compared += sum(tensor.numel() * tensor.element_size() for tensor in one.tensors.values())
+        sums_MK = [tuple(map(tuple, sums.tolist())) for sums in every]
+        for number, (name, tensor) in enumerate(one.tensors.items()):
+            if len({sums[number] for sums in sums_MK}) > 1:
+                messages.append(_describe(one, name, tensor, [sums[number] for sums in sums_MK]))
+                break  # the first tensor names the rank; the others follow from it
+    texts = [text for text in runtime.gather_text("; ".join(messages)) if text] if runtime.world_size > 1 else messages
+    if texts:
+        raise ReplicaError(
+            f"step {step}: copies that must be equal differ: {' | '.join(dict.fromkeys(texts))}. Training them on "
+            "would spread the difference: no checkpoint is written. Resume from the newest one; without the host of "
+            "that rank, if it happens again."
+        )
+    return compared
+
+
+def checksums(tensors: Any) -> Tensor:
+    """(K, 2) int64: of each tensor's 32-bit words the plain and the weighted sum, modulo 2^64."""
+    rows = []
+    for tensor in tensors:
+        words = _words(tensor)
+        plain = torch.zeros((), dtype=torch.int64, device=words.device)
+        weighted = torch.zeros_like(plain)
+        for number, chunk in enumerate(words.split(CHUNK)):
+            wide = chunk.long()
+            plain += wide.sum()
+            weighted += (wide * torch.arange(1, wide.numel() + 1, device=wide.device)).sum() * (2 * number + 1)
+        rows.append(torch.stack([plain, weighted]))
+    return torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().view(-1)
+    width = {8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[flat.element_size()]
+    return flat.view(width)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _describe(copied: Copied, name: str, tensor: Tensor, sums: list[tuple[int, ...]]) -> str:
+    """Which rank drifted, as far as can be told. A collective of the group."""
+    ranks = dist.get_process_group_ranks(copied.group)
+    index, values = _first_difference(copied.group, tensor)
+    shown = ", ".join(f"rank {rank}: {value!r}" for rank, value in zip(ranks, values, strict=True))
+    where = f"{name} over axis {copied.axis} (ranks {', '.join(map(str, ranks))}), first at element {index}: {shown}"
+    most, count = Counter(sums).most_common(1)[0]
+    if 2 * count > len(sums):
+        drifted = [rank for rank, own in zip(ranks, sums, strict=True) if own != most]
+        return f"rank {', '.join(map(str, drifted))} drifted from the others: {where}"
+    usual = tensor.detach().float().abs().median().clamp(min=1e-30).log()
+    far = [abs(float(torch.tensor(value).abs().clamp(1e-45, 3e38).log() - usual)) for value in values]
+    suspect = ranks[far.index(max(far))]
+    return f"rank {suspect} probably drifted (its value is further from the rest of the tensor): {where}"
+
+
+def _first_difference(group: Any, tensor: Tensor) -> tuple[int, list[float]]:
+    """Index of the first element that differs within the group, and every rank's value there."""
+    flat = tensor.detach().contiguous().view(-1)
+    for number, chunk in enumerate(flat.split(CHUNK)):
+        every = [torch.empty_like(chunk) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, chunk.contiguous(), group=group)
+        differs = torch.stack([_words(part) != _words(every[0]) for part in every]).any(0)
+        if bool(differs.any()):
+            word = int(differs.nonzero()[0])
+            place = word * _words(chunk).element_size() // chunk.element_size()
+            return number * CHUNK + place, [float(part[place]) for part in every]
+    raise AssertionError("sums differ, elements do not")
