@@ -1,9 +1,9 @@
 """Rows -> Batch: gathers the rows of a batch straight into the buffers of its tensors.
 
 A batch takes rows from one or more decoded windows (`Part`: rows and which of them). For every jagged group, a list or
-a whole stream, the flat indices of its events are computed once (`_events_of`) and each parallel column is gathered
-with them by one `numpy.take` into its place in the final array: no intermediate copies, no Python object per row or
-event. Cutting to `max_length` is part of the same index arithmetic: an event list that is too long starts later.
+a whole stream, the places of its rows are worked out once, and each parallel column is gathered with them, a row at a
+time (gather.py): no Python object per row or event. Cutting to `max_length` is part of the same arithmetic: an event
+list that is too long starts later.
 
 The KeyedJaggedTensor is built directly from its values and lengths, key by key: scalars have length 1 everywhere, the
 fields of a stream repeat its lengths. It is given its host-side totals too, so that nobody has to add them up again.
@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from gem_data.gather import Chosen, choose, gather
 from gem_data.interface import Batch, EventStream, Schema
 from gem_data.rows import Int64, Rows
 
@@ -76,14 +77,14 @@ def _jagged_parts(
 ) -> tuple[KeyedJaggedTensor, dict[str, EventStream]]:
     """The KeyedJaggedTensor over all id features, and the streams' offsets, actions and times."""
     lists = [
-        [_events_of(part.rows.lists[index].offsets, part.take, None) for part in parts]
+        [choose(part.rows.lists[index].offsets, part.take, None) for part in parts]
         for index in range(len(schema.lists))
     ]
     limits = [
         stream.max_length if max_length is None else min(max_length, stream.max_length) for stream in schema.streams
     ]
     events = [
-        [_events_of(part.rows.streams[index].offsets, part.take, limit) for part in parts]
+        [choose(part.rows.streams[index].offsets, part.take, limit) for part in parts]
         for index, limit in enumerate(limits)
     ]
     keys = [key for key, _ in schema.id_features()]
@@ -121,7 +122,7 @@ def _jagged_parts(
     return ids, streams
 
 
-def _stream(parts: Sequence[Part], index: int, found: Sequence[tuple[Int64, Int64]], lengths: Int64) -> EventStream:
+def _stream(parts: Sequence[Part], index: int, found: Sequence[Chosen], lengths: Int64) -> EventStream:
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     actions, times = np.empty(offsets[-1], np.int64), np.empty(offsets[-1], np.int64)
@@ -132,36 +133,19 @@ def _stream(parts: Sequence[Part], index: int, found: Sequence[tuple[Int64, Int6
     )
 
 
-def _events_of(offsets: Int64, take: Int64, limit: int | None) -> tuple[Int64, Int64]:
-    """(lengths, flat indices) of the events of rows `take`, each cut to its latest `limit`.
-
-    offsets [0, 2, 2, 5], take [2, 0], limit 2  ->  lengths [2, 2], indices [3, 4, 0, 1]
-    """
-    ends = offsets[take + 1]
-    lengths = ends - offsets[take]
-    if limit is not None:
-        np.minimum(lengths, limit, out=lengths)
-    last = np.cumsum(lengths)
-    indices = np.repeat(ends - last, lengths)
-    indices += np.arange(len(indices))
-    return lengths, indices
+def _total(found: Sequence[Chosen]) -> int:
+    return sum(chosen.total for chosen in found)
 
 
-def _total(found: Sequence[tuple[Int64, Int64]]) -> int:
-    return sum(len(indices) for _, indices in found)
+def _lengths(found: Sequence[Chosen], count: int) -> Int64:
+    return np.concatenate([chosen.lengths for chosen in found]) if found else np.zeros(count, np.int64)
 
 
-def _lengths(found: Sequence[tuple[Int64, Int64]], count: int) -> Int64:
-    return np.concatenate([lengths for lengths, _ in found]) if found else np.zeros(count, np.int64)
-
-
-def _gather_flat(sources: Sequence[Int64], found: Sequence[tuple[Int64, Int64]], out: Int64, start: int) -> int:
+def _gather_flat(sources: Sequence[Int64], found: Sequence[Chosen], out: Int64, start: int) -> int:
     """Gather every part's events into `out` from `start` on; returns where it ended."""
-    for source, (_, indices) in zip(sources, found, strict=True):
-        stop = start + len(indices)
-        # mode="clip" lets numpy write into `out` unbuffered; the indices are in range by construction.
-        np.take(source, indices, out=out[start:stop], mode="clip")
-        start = stop
+    for source, chosen in zip(sources, found, strict=True):
+        gather(source, chosen, out[start : start + chosen.total])
+        start += chosen.total
     return start
 
 

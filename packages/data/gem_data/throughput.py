@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from gem_data.api import build_loader, write_dataset
+from gem_data.baseline import KINDS, baseline_epoch
 from gem_data.interface import IdFeature, LabelInfo, LoaderConfig, Schema, StreamInfo, TableInfo
 from gem_data.rows import Where
 from gem_data.schema import read_schema
@@ -29,11 +30,14 @@ from gem_data.shards import Shards
 from gem_data.validation import check_values
 
 
-def measure(directory: str | Path, *, split: str, config: LoaderConfig, repeats: int = 5) -> dict[str, Any]:
+def measure(
+    directory: str | Path, *, split: str, config: LoaderConfig, repeats: int = 5, baselines: bool = False
+) -> dict[str, Any]:
     """Median seconds of one epoch, of pyarrow alone and of the checks, with rates; `config.prefetch` should be 0.
 
     {"samples", "events": stream events after cutting, "loader_s", "pyarrow_s", "checks_s", "samples_per_s",
      "events_per_s", "bound_samples_per_s", "share_of_bound": pyarrow_s / loader_s}
+    baselines: also "dataloader_<kind>_s" and "times_dataloader_<kind>", of torch's DataLoader (baseline.py).
     """
     shards = Shards(directory, read_schema(directory), split)
     groups = [(footer.index, group) for footer in shards.footers for group in range(len(footer.group_rows))]
@@ -44,6 +48,15 @@ def measure(directory: str | Path, *, split: str, config: LoaderConfig, repeats:
         for file, group in groups:
             shards.read_table(file, group)
 
+    for kind in KINDS if baselines else ():
+        for _ in range(min(repeats, 2)):
+            started = time.process_time()
+            rows = sum(
+                len(b["sample_id"])
+                for b in baseline_epoch(directory, split=split, batch_size=config.global_batch_size, kind=kind)
+            )
+            times.setdefault(f"dataloader_{kind}_s", []).append(time.process_time() - started)
+            assert rows == sum(footer.info.rows for footer in shards.footers)
     for _ in range(repeats):
         times["pyarrow_s"].append(_seconds(decode_all))
         loader = build_loader(directory, split=split, config=config)
@@ -68,6 +81,11 @@ def measure(directory: str | Path, *, split: str, config: LoaderConfig, repeats:
         "events_per_s": events / medians["loader_s"],
         "bound_samples_per_s": samples / medians["pyarrow_s"],
         "share_of_bound": medians["pyarrow_s"] / medians["loader_s"],
+        **{
+            f"times_{name.removesuffix('_s')}": seconds / medians["loader_s"]
+            for name, seconds in medians.items()
+            if name.startswith("dataloader")
+        },
     }
 
 
@@ -139,6 +157,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--rows", type=int, default=80_000, help="rows to generate")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--baselines", action="store_true", help="also torch's DataLoader, rows by rows (slow)")
     arguments = parser.parse_args()
     config = LoaderConfig(global_batch_size=arguments.batch, logical_shards=arguments.shards, prefetch=0)
     with tempfile.TemporaryDirectory() as parent:
@@ -146,7 +165,9 @@ def main() -> None:
         if directory is None:
             directory = f"{parent}/generated"
             write_generated(directory, rows=arguments.rows)
-        found = measure(directory, split=arguments.split, config=config, repeats=arguments.repeats)
+        found = measure(
+            directory, split=arguments.split, config=config, repeats=arguments.repeats, baselines=arguments.baselines
+        )
     for name, value in found.items():
         print(f"{name:22s} {value:,.3f}" if isinstance(value, float) else f"{name:22s} {value:,}")
 

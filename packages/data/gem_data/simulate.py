@@ -1,0 +1,82 @@
+"""Simulates how uneven ranks are, before and after balancing, on long-tailed lengths: no files, no processes.
+
+    python -m gem_data.simulate [--steps 64]
+
+Lengths are exp(normal) around a median of 768, cut to 32 to 4096; the load of a row is that of one HSTU layer of width
+512, forward and backward: 7.86e6 L + 3584 L^2. Every rank reads its own rows in random order. Printed is max over mean
+of the ranks' loads, the mean over steps: before; after `partition` over ranks (equal counts); and after base-batch
+shuffling inside each rank (base batches of 128 where a share holds two, else of 8; pools of 256 base batches).
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import numpy as np
+
+from gem_data.balance import Float64, base_batch_order, imbalance, partition
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uneven:
+    """Mean over steps of max over mean."""
+
+    ranks: int
+    rows: int
+    before: float
+    across_ranks: float
+    base_batch: int
+    base_batches: float
+
+
+def long_tailed_loads(rows: int, *, seed: int) -> Float64:
+    """(rows,) loads as the module docstring says."""
+    lengths = np.clip(np.round(768 * np.exp(np.random.default_rng(seed).standard_normal(rows))), 32, 4096)
+    loads: Float64 = 7.86e6 * lengths + 3584.0 * lengths**2
+    return loads
+
+
+def simulate(*, ranks: int, rows: int, steps: int, seed: int = 0) -> Uneven:
+    """`rows` a rank and step."""
+    base = 128 if rows >= 256 else 8
+    loads = [long_tailed_loads(rows * steps, seed=seed * 1000 + rank) for rank in range(ranks)]
+    before = np.stack([rank.reshape(steps, rows) for rank in loads])
+    moved = [
+        rank[base_batch_order(rank, base_batch=base, share=rows, first=0, pool=256, key=(seed, number))]
+        for number, rank in enumerate(loads)
+    ]
+    after = np.stack([rank.reshape(steps, rows) for rank in moved])
+    together = [before[:, step].reshape(-1) for step in range(min(steps, 8))]
+    return Uneven(
+        ranks=ranks,
+        rows=rows,
+        before=_mean_imbalance(before),
+        across_ranks=float(np.mean([imbalance([x[part].sum() for part in partition(x, ranks)]) for x in together])),
+        base_batch=base,
+        base_batches=_mean_imbalance(after),
+    )
+
+
+def _mean_imbalance(loads: Float64) -> float:
+    """loads: (ranks, steps, rows)."""
+    return float(np.mean([imbalance(step) for step in loads.sum(axis=2).T]))
+
+
+def main() -> None:
+    """The command line above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=128)
+    arguments = parser.parse_args()
+    print("ranks  rows  before  across ranks  base batches (of)")
+    for rows in (32, 256):
+        for ranks in (2, 8, 64):
+            found = simulate(ranks=ranks, rows=rows, steps=arguments.steps)
+            print(
+                f"{ranks:5d}  {rows:4d}  {found.before:6.3f}  {found.across_ranks:12.4f}  "
+                f"{found.base_batches:12.3f} ({found.base_batch})"
+            )
+
+
+if __name__ == "__main__":
+    main()
