@@ -61,7 +61,7 @@ class Keeper:
 
     def __init__(self, checkpoints: Path, *, keep: int) -> None:
         self.checkpoints, self.keep = checkpoints, keep
-        self._sound: set[int] = set()
+        self._sound: dict[int, Base | None] = {}  # step -> its base: each is read once, not at every sweep
 
     def sweep(self) -> list[int]:
         """Remove what is older than the newest `keep` sound checkpoints, and what killed writers left.
@@ -84,7 +84,7 @@ class Keeper:
                 doomed.append(step)
             elif self._is_sound(step):
                 kept.append(step)
-        bases = {base.step for step in kept if (base := self._manifest_base(step)) is not None}
+        bases = {base.step for step in kept if (base := self._sound[step]) is not None}
         removed = sorted(set(doomed) - bases)
         for step in removed:
             self._remove(step)
@@ -92,12 +92,10 @@ class Keeper:
             shutil.rmtree(leftover, ignore_errors=True)
         return removed
 
-    def _manifest_base(self, step: int) -> Base | None:
-        return read_manifest(step_directory(self.checkpoints, step)).base
-
     def _is_sound(self, step: int) -> bool:
-        if step not in self._sound and not find_all_damage(step_directory(self.checkpoints, step)):
-            self._sound.add(step)
+        directory = step_directory(self.checkpoints, step)
+        if step not in self._sound and not find_all_damage(directory):
+            self._sound[step] = read_manifest(directory).base
         return step in self._sound
 
     def _remove(self, step: int) -> None:
@@ -107,4 +105,4 @@ class Keeper:
         directory.rename(out_of_sight)
         failpoints.reach("during_gc")
         shutil.rmtree(out_of_sight)
-        self._sound.discard(step)
+        self._sound.pop(step, None)

@@ -147,6 +147,15 @@ def test_a_well_hashed_but_wrong_manifest_is_refused(written, change, message):
         read_checkpoint(written)
 
 
+def test_checkpoints_of_format_1_0_are_read(written):
+    """They differ in the number alone: only an incremental checkpoint has a base."""
+    rewrite_manifest(written, lambda manifest: manifest.update(format_version=[1, 0]))
+    assert "base" not in json.loads((written / MANIFEST).read_bytes())
+    assert find_damage(written) == []
+    read = read_checkpoint(written)
+    assert all(torch.equal(read.tensors[key], tensor) for key, tensor in TENSORS.items())
+
+
 def test_never_overwrites(written):
     before = state_digest(read_manifest(written))
     with pytest.raises(CheckpointError, match="never overwritten"):

@@ -13,11 +13,11 @@ import time
 
 import pytest
 import torch
-from gem_pipelines import checkpoint_format, failpoints
+from gem_pipelines import checkpoint_format, checkpoint_keep, failpoints
 from gem_pipelines.checkpoint_format import Checkpoint, list_steps, read_checkpoint, step_directory, write_checkpoint
 from gem_pipelines.checkpoint_incremental import Chain, read_whole
 from gem_pipelines.checkpoint_keep import Keeper, find_latest
-from gem_pipelines.checkpoint_manifest import find_damage
+from gem_pipelines.checkpoint_manifest import find_damage, read_manifest
 
 KEEP = 2
 
@@ -144,6 +144,22 @@ def test_the_last_good_one_is_never_removed(parent):
         keeper.sweep()
     assert list_steps(parent) == [2, 3, 4, 5]
     assert find_latest(parent, say=lambda line: None) == 4
+
+
+def test_a_sweep_reads_what_is_new_and_not_what_is_kept(parent, monkeypatch):
+    read = []
+    inner = checkpoint_keep.find_all_damage
+    monkeypatch.setattr(checkpoint_keep, "find_all_damage", lambda path: read.append(path.name) or inner(path))
+    manifests = []
+    monkeypatch.setattr(
+        checkpoint_keep, "read_manifest", lambda path: manifests.append(path.name) or read_manifest(path)
+    )
+    keeper, chain = Keeper(parent, keep=9), Chain(full_every=1)
+    for step in range(2, 9):
+        chain.write(step_directory(parent, step), content(step))
+        keeper.sweep()
+    assert sorted(read) == [f"step-0000000{step}" for step in range(1, 9)]
+    assert len(manifests) <= 2 * 8
 
 
 def test_a_base_is_kept_as_long_as_it_is_needed(parent):
