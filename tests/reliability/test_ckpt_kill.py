@@ -147,19 +147,15 @@ def test_the_last_good_one_is_never_removed(parent):
 
 
 def test_a_sweep_reads_what_is_new_and_not_what_is_kept(parent, monkeypatch):
-    read = []
-    inner = checkpoint_keep.find_all_damage
-    monkeypatch.setattr(checkpoint_keep, "find_all_damage", lambda path: read.append(path.name) or inner(path))
-    manifests = []
-    monkeypatch.setattr(
-        checkpoint_keep, "read_manifest", lambda path: manifests.append(path.name) or read_manifest(path)
-    )
+    checked, parsed, find = [], [], checkpoint_keep.find_all_damage
+    monkeypatch.setattr(checkpoint_keep, "find_all_damage", lambda path: checked.append(path.name) or find(path))
+    monkeypatch.setattr(checkpoint_keep, "read_manifest", lambda path: parsed.append(path.name) or read_manifest(path))
     keeper, chain = Keeper(parent, keep=9), Chain(full_every=1)
     for step in range(2, 9):
         chain.write(step_directory(parent, step), content(step))
         keeper.sweep()
-    assert sorted(read) == [f"step-0000000{step}" for step in range(1, 9)]
-    assert len(manifests) <= 2 * 8
+    assert sorted(checked) == [f"step-0000000{step}" for step in range(1, 9)]
+    assert len(parsed) <= 2 * 8
 
 
 def test_a_base_is_kept_as_long_as_it_is_needed(parent):
