@@ -18,10 +18,12 @@ from gem_pipelines.runtime import start_runtime
 
 
 def flip(tensor: torch.Tensor) -> None:
-    """The highest bit of an exponent, of the first number that is not 0."""
+    """A bit of the exponent of a number of usual size: 256 times larger or smaller, which training survives."""
     flat = tensor.detach().view(-1)
-    place = int(flat.nonzero()[0])
-    flat.view(torch.int32)[place] ^= 1 << 30
+    present = flat.nonzero().view(-1)
+    sizes = flat[present].abs()
+    place = int(present[(sizes - sizes.median()).abs().argmin()])
+    flat.view(torch.int32)[place] ^= 1 << 26
 
 
 def main() -> None:

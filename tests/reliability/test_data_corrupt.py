@@ -140,7 +140,7 @@ def test_d2_our_files(sound, tmp_path, rng, count, counted, one_reader):
     directory, wanted = sound
     outcomes: Counter[str] = Counter()
     named: Counter[str] = Counter()
-    for number in range(count(fast=50, full_count=2_000)):
+    for number in range(count(fast=30, full_count=2_000)):
         target = tmp_path / "m"
         shutil.copytree(directory, target)
         mutant = rng.choice(BYTES + REWRITTEN)
@@ -170,7 +170,7 @@ def test_d2_files_of_other_programs(sound, tmp_path, rng, count, counted, one_re
     without_hashes(tmp_path / "sound")
     one_reader()
     assert in_child(tmp_path / "sound") == wanted
-    for number in range(count(fast=20, full_count=2_000)):
+    for number in range(count(fast=12, full_count=2_000)):
         target = tmp_path / "m"
         shutil.copytree(directory, target)
         without_hashes(target)

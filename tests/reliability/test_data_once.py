@@ -124,7 +124,7 @@ def layout(rng: random.Random) -> tuple[int, int]:
 
 
 def test_d1_schedules_of_kills_and_layouts(data, tmp_path, rng, count, counted):
-    schedules = count(fast=20, full_count=200)
+    schedules = count(fast=8, full_count=200)
     kills = resumes = 0
     for number in range(schedules):
         directory = tmp_path / str(number)
@@ -194,7 +194,7 @@ def ahead(loader: Any) -> dict[str, Any]:
 def arguments(run: Path, data: Path, rng: random.Random) -> list[str]:
     return [
         *("train", "--recipe", "debug", "--data", str(data), "--run-dir", str(run), "--auto-resume"),
-        *("--data.global-batch-size", "24", "--train.epochs", str(EPOCHS), "--train.checkpoint-every", "3"),
+        *("--data.global-batch-size", "24", "--train.steps", str(EPOCHS * 14), "--train.checkpoint-every", "3"),
         *("--train.peak-flops-per-s", "1e9", "--train.survey-rows", "0", "--train.profile-every", "0"),
         *("--train.tensorboard", "False", "--train.print-every", "1000", "--train.restart-limit", "50"),
         *("--train.ledger", "True", "--train.report", "False", "--data.prefetch", str(rng.randint(0, 3))),
