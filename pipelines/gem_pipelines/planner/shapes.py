@@ -6,6 +6,7 @@ counted by storage as autograd saves them, so everything but memory holes and dt
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -22,6 +23,12 @@ from gem_pipelines.planner.workload import TableLoad, Workload, dense_units
 PROBE_ROWS = 8
 
 
+def on_cpu(config: ModelConfig) -> ModelConfig:
+    """The same model by implementations that run without a GPU."""
+    hstu = config.hstu if config.hstu == "layers" else "eager"
+    return dataclasses.replace(config, attention="eager", hstu=hstu)
+
+
 def shaped_workload(
     schema: Schema,
     config: ModelConfig,
@@ -36,7 +43,10 @@ def shaped_workload(
     """Workload of `batch` samples a rank.
 
     lengths  stream -> events of a few rows that stand for all; stream_means, list_means: mean ids a row
+
+    Sizes are taken on a CPU, whatever the kernels that will train: those of the batched PyTorch implementation.
     """
+    config = on_cpu(config)
     rows = len(next(iter(lengths.values()), [0] * PROBE_ROWS))
     forward = _per_sample(config, schema, lengths, rows, backward=False)
     both = _per_sample(config, schema, lengths, rows, backward=True)
