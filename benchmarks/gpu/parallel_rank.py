@@ -1,7 +1,7 @@
 """One rank of parallel.py: `python parallel_worker.py WORK DEVICE SIZE ATTENTION MATMUL ONLY`. Rank and world come
 by environment, the packages by PYTHONPATH; parallel.py sees to both.
 
-Rank 0 writes WORK/world-<n>.json. At world size 1 the states that others are compared with go to WORK/<name>.pt.
+Rank 0 writes WORK/world-<n>.json. At world size 1 the states that others are compared with go to WORK/<name>.npz.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy
 import parallel_cases as cases
 import torch
 from device import describe_device
@@ -84,22 +85,24 @@ def parity(work: Path, runtime: Runtime) -> list[dict[str, Any]]:
         losses = [record["loss"] for record in train(trainer, batches, len(batches))]
         state = whole_state(trainer)
         if runtime.world_size == 1:
-            torch.save({"state": state, "losses": losses}, work / f"{model}.pt")
+            numpy.savez(work / f"{model}.npz", losses=losses, **{key: value.numpy() for key, value in state.items()})
             continue
         if runtime.is_main:
-            rows.append({"name": name, **compare(work / f"{model}.pt", state, losses)})
+            rows.append({"name": name, **compare(work / f"{model}.npz", state, losses)})
             rows[-1]["seconds"] = time.perf_counter() - start
     return rows
 
 
 def compare(oracle: Path, state: dict[str, torch.Tensor], losses: list[float]) -> dict[str, Any]:
     """worst: largest absolute difference of parameters and moments; loss: largest relative difference of losses."""
-    whole = torch.load(oracle)
-    if whole["state"].keys() != state.keys():
-        raise ValueError(f"{oracle.stem}: the states have different names: {whole['state'].keys() ^ state.keys()}")
-    worst = {key: float((state[key].double() - value.double()).abs().max()) for key, value in whole["state"].items()}
+    with numpy.load(oracle, allow_pickle=False) as found:
+        whole = {key: torch.from_numpy(found[key]) for key in found.files}
+    expected = whole.pop("losses").tolist()
+    if whole.keys() != state.keys():
+        raise ValueError(f"{oracle.stem}: the states have different names: {whole.keys() ^ state.keys()}")
+    worst = {key: float((state[key].double() - value.double()).abs().max()) for key, value in whole.items()}
     where = max(worst, key=worst.__getitem__)
-    loss = max(abs(b - a) / abs(a) for a, b in zip(whole["losses"], losses, strict=True))
+    loss = max(abs(b - a) / abs(a) for a, b in zip(expected, losses, strict=True))
     return {
         "worst": worst[where],
         "where": where,
