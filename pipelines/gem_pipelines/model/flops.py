@@ -12,12 +12,12 @@ Letters: B rows, N events, T packed tokens, D width of the features, d width of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
-from gem_attention.counting import count_attention
+from gem_attention.counting import AttentionCount, count_attention
 from gem_attention.interface import AttentionSpec
 from gem_data.interface import Schema
 from torch import Tensor
@@ -64,12 +64,15 @@ class _Tally:
         self.forward[part] += flops
         self.backward[part] += flops if of_data else 2 * flops
 
-    def attention(self, part: str, spec: AttentionSpec, stream: _Stream) -> None:
-        """One call over the stream's rows; rows of equal length are counted together."""
-        for length, rows in stream.rows_of_length.items():
-            forward, backward = _attention_of_row(spec, stream.plan, length)
+    def rows(self, part: str, flops: _FlopsOfLength, rows_of_length: Mapping[int, int]) -> None:
+        """One call over a stream's rows; rows of equal length are counted together."""
+        for length, rows in rows_of_length.items():
+            forward, backward = flops[length]
             self.forward[part] += rows * forward
             self.backward[part] += rows * backward
+
+    def attention(self, part: str, spec: AttentionSpec, stream: _Stream) -> None:
+        self.rows(part, _attention_of_rows(spec, stream.plan), stream.rows_of_length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,28 +86,47 @@ class _Stream:
     tokens: int
 
 
-@lru_cache(maxsize=100_000)
-def _attention_of_row(spec: AttentionSpec, plan: StreamPlan, length: int) -> tuple[int, int]:
-    """Forward and backward FLOPs of one row of `length` tokens."""
+class _FlopsOfLength(dict[int, tuple[int, int]]):
+    """Tokens of a row -> (forward, backward) FLOPs of one attention over it, counted when first asked for.
+
+    One such table a call: a step looks up thousands of lengths, and hashing spec and plan for each costs more host time
+    than a GPU needs for a layer.
+    """
+
+    def __init__(self, count: Callable[[int], AttentionCount]) -> None:
+        super().__init__()
+        self._count = count
+
+    def __missing__(self, length: int) -> tuple[int, int]:
+        found = self._count(length)
+        self[length] = found.forward_flops, found.backward_flops
+        return self[length]
+
+
+@lru_cache(maxsize=1000)
+def _attention_of_rows(spec: AttentionSpec, plan: StreamPlan) -> _FlopsOfLength:
+    """One attention over the tokens of a row."""
     own = plan.config
-    count = count_attention(
-        spec,
-        q_lengths=[own.seeds if spec.query == "broadcast" else length],
-        k_lengths=[own.weight_tokens if spec.query == "cross" else length],
-        num_targets=[plan.targets] if spec.mask.targets else None,
-        num_context=[plan.context] if spec.mask.context else None,
-        heads=own.heads,
-        qk_dim=own.dim // own.heads,
+    return _FlopsOfLength(
+        lambda length: count_attention(
+            spec,
+            q_lengths=[own.seeds if spec.query == "broadcast" else length],
+            k_lengths=[own.weight_tokens if spec.query == "cross" else length],
+            num_targets=[plan.targets] if spec.mask.targets else None,
+            num_context=[plan.context] if spec.mask.context else None,
+            heads=own.heads,
+            qk_dim=own.dim // own.heads,
+        )
     )
-    return count.forward_flops, count.backward_flops
 
 
-@lru_cache(maxsize=100_000)
-def _read_of_row(plan: StreamPlan, width: int, events: int) -> tuple[int, int]:
-    """Forward and backward FLOPs of one row's target read."""
+@lru_cache(maxsize=1000)
+def _read_of_rows(plan: StreamPlan, width: int) -> _FlopsOfLength:
+    """The target read of a row of so many tokens, of which its events are read."""
     spec, heads = read_spec(plan, width), len(plan.matched)
-    count = count_attention(spec, q_lengths=[1], k_lengths=[events], heads=heads, qk_dim=width)
-    return count.forward_flops, count.backward_flops
+    return _FlopsOfLength(
+        lambda length: count_attention(spec, q_lengths=[1], k_lengths=[length - plan.extra], heads=heads, qk_dim=width)
+    )
 
 
 def _count(
@@ -136,13 +158,13 @@ def _count(
 
 def _stream(plan: StreamPlan, lengths: Sequence[int] | Tensor) -> _Stream:
     counts = torch.as_tensor(lengths, dtype=torch.int64).tolist()
-    events, rows = sum(counts), len(counts)
+    events, rows, extra = sum(counts), len(counts), plan.extra
     return _Stream(
         plan=plan,
-        rows_of_length=Counter(count + plan.extra for count in counts),
+        rows_of_length={count + extra: rows for count, rows in Counter(counts).items()},
         rows=rows,
         events=events,
-        tokens=events + plan.extra * rows,
+        tokens=events + extra * rows,
     )
 
 
@@ -166,10 +188,7 @@ def _count_read(tally: _Tally, config: ModelConfig, stream: _Stream) -> None:
     match = stream.events * fields * width * width
     value = stream.events * dim * (dim + fields * width)
     tally.add("cross", 2 * (match + value + stream.rows * fields * width * config.dim))
-    for length, rows in stream.rows_of_length.items():
-        forward, backward = _read_of_row(stream.plan, width, length - stream.plan.extra)
-        tally.forward["cross"] += rows * forward
-        tally.backward["cross"] += rows * backward
+    tally.rows("cross", _read_of_rows(stream.plan, width), stream.rows_of_length)
 
 
 def _count_feature_summary(

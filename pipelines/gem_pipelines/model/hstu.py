@@ -13,6 +13,7 @@ Letters: T packed tokens, D width, H heads, K head dim.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import cast
 
 import torch
@@ -28,6 +29,7 @@ from gem_pipelines.model.plan import StreamPlan
 from gem_pipelines.model.tokens import Packed, rotary_spec, split_and_turn
 
 
+@lru_cache
 def hstu_spec(plan: StreamPlan) -> AttentionSpec:
     """What the block's attention means."""
     config = plan.config

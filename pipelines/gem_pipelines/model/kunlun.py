@@ -13,6 +13,8 @@ Letters: B rows, T packed tokens, D width, H heads, K head dim, W weight tokens,
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from gem_attention.api import attention
 from gem_attention.interface import AttentionSpec, MaskSpec
@@ -24,17 +26,20 @@ from gem_pipelines.model.plan import StreamPlan
 from gem_pipelines.model.tokens import Packed, rotary_spec, split_and_turn
 
 
+@lru_cache
 def pffn_spec(plan: StreamPlan) -> AttentionSpec:
     """Tokens look at the row's weight tokens."""
     return AttentionSpec(activation="gelu", scale=1.0 / plan.divisor, query="cross")
 
 
+@lru_cache
 def self_attention_spec(plan: StreamPlan) -> AttentionSpec:
     """Softmax, both ways, within the stream's window (0: everything)."""
     scale = (plan.config.dim // plan.config.heads) ** -0.5
     return AttentionSpec(activation="softmax", scale=scale, mask=MaskSpec(window=plan.config.window))
 
 
+@lru_cache
 def pooling_spec(plan: StreamPlan) -> AttentionSpec:
     """Seeds look at all tokens of a row."""
     scale = (plan.config.dim // plan.config.heads) ** -0.5

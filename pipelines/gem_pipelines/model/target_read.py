@@ -16,6 +16,8 @@ Letters: B rows, N events, F fields known of the candidate, E table width, D wid
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from gem_attention.api import attention, make_layout
@@ -29,6 +31,7 @@ from gem_pipelines.model.plan import StreamPlan
 from gem_pipelines.model.tokens import Packed
 
 
+@lru_cache
 def read_spec(plan: StreamPlan, table_dim: int) -> AttentionSpec:
     """What the read means."""
     return AttentionSpec(activation="silu", scale=table_dim**-0.5, divisor=plan.divisor**0.5, query="cross")
