@@ -5,9 +5,12 @@ is told what comes next does it between forward and backward of the step at hand
 backward pass, and on CUDA the checks of the next batch, which are work of the host, beside the kernels of this one. The
 lookup itself waits for the update of the step before: nothing is read that is older than in a run without this.
 
+The tensors of a batch are laid into one buffer here, pinned where the device is CUDA, so that `on_device` moves it by
+one transfer that does not wait. Where the model computes on the CPU nothing is moved: it reads the buffer itself.
+
 What is wrong with the next step's batches belongs to the next step: it is kept here, and raised there, on all ranks.
 
-Cost: the ids of one more batch on the device.
+Cost: the ids of one more batch on the device; one copy of a batch in host memory.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from gem_data.interface import Batch, Schema
+from gem_data.packing import PackedBatch, move_batch, pack_batch
 from gem_embeddings.interface import Prepared, Tables
 
 from gem_pipelines.agreement import Agreement, RemoteBatchError, StepTotals
@@ -29,12 +34,18 @@ Coming = Sequence[Batch] | ValueError
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """batches: as given; padded: as cut, no batch without rows, on the CPU; prepared: all their ids."""
+    """batches: as given; packed: as cut, none without rows, each in one buffer on the CPU; prepared: all their ids."""
 
     batches: Sequence[Batch]
     totals: StepTotals
-    padded: tuple[Batch, ...]
+    packed: tuple[PackedBatch, ...]
     prepared: Prepared
+
+    def on_device(self, device: torch.device) -> list[Batch]:
+        """The packed batches where the model computes, each moved by one transfer."""
+        if device.type == "cpu":
+            return [packed.batch for packed in self.packed]
+        return [move_batch(packed, device).batch for packed in self.packed]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +64,21 @@ def make_ready(
     tables: Tables,
     schema: Schema,
     cut: Callable[[Sequence[Batch]], Sequence[Batch]],
+    pin: bool = False,
 ) -> Ready:
     """Agree on the batches of 1-based `step` and start the exchange of their ids. A collective.
 
     cut  micro-batches as they are given -> as they are computed, equally many on all ranks
+    pin  in page-locked memory, for CUDA
 
     Raises what `Agreement.totals` raises, and for batches that could not be read what `Agreement.stop` raises.
     """
     if isinstance(coming, ValueError):
         agreement.stop(coming, step=step)
     totals = agreement.totals(coming, step=step)
-    padded = tuple(pad_empty(batch, schema) for batch in cut(coming))
-    prepared = tables.prepare(join_ids([batch.ids for batch in padded]))
-    return Ready(batches=coming, totals=totals, padded=padded, prepared=prepared)
+    packed = tuple(pack_batch(pad_empty(batch, schema), pin=pin) for batch in cut(coming))
+    prepared = tables.prepare(join_ids([held.batch.ids for held in packed]))
+    return Ready(batches=coming, totals=totals, packed=packed, prepared=prepared)
 
 
 def try_ready(coming: Coming, *, step: int, agreement: Agreement, **parts: object) -> Ready | NotReady:

@@ -155,7 +155,8 @@ class Trainer:
 
     def _ready_parts(self) -> dict[str, Any]:
         tables, schema = self.parallel.tables, self.schema
-        return {"agreement": self._agreement, "tables": tables, "schema": schema, "cut": self._cut}
+        pin = self.runtime.device.type == "cuda"
+        return {"agreement": self._agreement, "tables": tables, "schema": schema, "cut": self._cut, "pin": pin}
 
     def _cut(self, batches: Sequence[Batch]) -> list[Batch]:
         return within_budget(batches, self.schema, self.cost, self.config.balance.budget, self.runtime)
@@ -166,7 +167,7 @@ class Trainer:
         """Losses and gradients of a step, agreed to be usable by all ranks. Changes no parameter, table or moment."""
         totals, batches, device = ready.totals, ready.batches, self.runtime.device
         self._set_table_rate()
-        padded = [batch.to(device) for batch in ready.padded]
+        padded = ready.on_device(device)
         with clock.part("tables"):
             lookup = look_up(self.parallel.tables, self.parallel.specs, padded, ready.prepared)
         sums_T5 = torch.zeros(len(self.tasks), len(BinarySums.FIELDS), dtype=torch.float64, device=device)

@@ -81,3 +81,40 @@ def test_nothing_is_announced_across_checkpoints_evaluations_and_epochs(make_job
     assert announced == [1, 2, 3, 5, 7, 9, 11]
     off = make_job("off", train={"steps": 12}, parallel={"overlap": False})
     assert off._announce(off._steps(), off._read(off._steps())) is None
+
+
+def test_a_batch_reaches_the_model_as_one_buffer(make_job, monkeypatch):
+    """Every tensor that the step computes with lies in one storage, and holds the bits that were read."""
+    from gem_data.testing import batch_difference
+    from gem_pipelines import trainer as module
+
+    seen = []
+    original = module.to_model_input
+    monkeypatch.setattr(
+        module, "to_model_input", lambda batch, *a, **k: (seen.append(batch), original(batch, *a, **k))[1]
+    )
+    job = make_job("packed")
+    batches = job._read(job._steps())
+    job.trainer.step(batches, clock=PartClock(device=torch.device("cpu")))
+    (batch,) = seen
+    tensors = [batch.labels, batch.ids.values(), batch.ids.lengths(), *(s.times for s in batch.streams.values())]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert batch_difference(batch, batches[0]) is None
+    assert batches[0].labels.untyped_storage().data_ptr() != batch.labels.untyped_storage().data_ptr()
+
+
+def test_a_packed_batch_moves_by_one_transfer(make_job, monkeypatch):
+    """The path of a device, with the CPU's copy in its place: one call for each micro-batch, the same bits."""
+    from types import SimpleNamespace
+
+    from gem_data.testing import batch_difference
+    from gem_pipelines import ready as module
+
+    job = make_job("moved", data={"accumulate": 2})
+    batches = job._read(job._steps())
+    ready = module.make_ready(batches, step=1, **job.trainer._ready_parts())
+    calls, move = [], module.move_batch
+    monkeypatch.setattr(module, "move_batch", lambda packed, device: (calls.append(packed), move(packed, "cpu"))[1])
+    moved = ready.on_device(SimpleNamespace(type="elsewhere"))
+    assert len(calls) == 2
+    assert [batch_difference(there, here) for there, here in zip(moved, batches, strict=True)] == [None, None]
