@@ -22,7 +22,7 @@ from gem_data.inspection import inspect_dataset
 from gem_data.interface import DataError, Loader, LoaderConfig
 from gem_data.loader import ArrowLoader
 from gem_data.reference import ReferenceLoader
-from gem_data.schema import read_schema, schema_from_dict, schema_to_dict
+from gem_data.schema import read_schema, schema_from_dict, schema_to_dict, select
 from gem_data.single import batch_from_dicts, batch_from_table
 from gem_data.verify import Report, verify_dataset
 from gem_data.writing import write_dataset
@@ -48,6 +48,7 @@ __all__ = [
     "row_costs",
     "schema_from_dict",
     "schema_to_dict",
+    "select",
     "verify_dataset",
     "write_dataset",
 ]

@@ -49,6 +49,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _GROUPS, _ROWS = 1, 2
 PAIRS = 3
 """Third part of the keys that balance.base_batch_order permutes shares by; 1 and 2 are the order's own."""
+LENGTHS = 4
+"""Third part of the keys that lengths.py draws by."""
 
 Int64 = npt.NDArray[np.int64]
 
@@ -102,13 +104,28 @@ def hash_key(*parts: int) -> int:
     return state
 
 
+def extend_hash(states: npt.NDArray[np.uint64], part: Int64) -> npt.NDArray[np.uint64]:
+    """hash_key with one more part, for many states and parts at once.
+
+    >>> extend_hash(np.array([hash_key(1, 2)], np.uint64), np.array([3])).tolist() == [hash_key(1, 2, 3)]
+    True
+    """
+    with np.errstate(over="ignore"):
+        return _mix((states + np.uint64(_GOLDEN)) ^ _mix(part.astype(np.uint64) + np.uint64(_GOLDEN)))
+
+
+def _mix(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64 of every element; the caller allows overflow."""
+    hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return hashes ^ (hashes >> np.uint64(31))
+
+
 def permutation(count: int, *key: int) -> Int64:
     """The permutation of 0..count-1 for `key`: indices sorted by splitmix64(hash_key(key) + i * golden ratio)."""
     with np.errstate(over="ignore"):
         hashes = np.uint64(hash_key(*key)) + np.arange(count, dtype=np.uint64) * np.uint64(_GOLDEN)
-        hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        hashes ^= hashes >> np.uint64(31)
+        hashes = _mix(hashes)
     return np.argsort(hashes).astype(np.int64, copy=False)
 
 

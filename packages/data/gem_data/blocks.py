@@ -12,6 +12,7 @@ schema.json for a column of a row group.
 
 from __future__ import annotations
 
+import bisect
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,35 +90,51 @@ def block_hashes(path: Path) -> tuple[str, ...]:
 
 
 class Block:
-    """Bytes start..stop of a file, in memory, as a file that pyarrow reads; there is nothing outside of them.
+    """The bytes of some columns, in memory, as a file that pyarrow reads; there is nothing outside of them.
+
+    Columns that touch are read in one piece; what lies between others is not read.
 
     size_bytes  of the whole file, which the decoder asks for
     """
 
     closed = False
 
-    def __init__(self, path: Path, *, start: int, stop: int, size_bytes: int) -> None:
+    def __init__(self, path: Path, chunks: Sequence[Chunk], *, size_bytes: int) -> None:
+        self._starts: list[int] = []
+        self._pieces: list[memoryview] = []
         with path.open("rb") as file:
-            file.seek(start)
-            self.data = file.read(stop - start)
-        self._view = memoryview(self.data)
-        self._start, self._size, self._position = start, size_bytes, 0
+            for start, stop in _spans(chunks):
+                file.seek(start)
+                self._starts.append(start)
+                self._pieces.append(memoryview(file.read(stop - start)))
+        self._size, self._position = size_bytes, 0
+
+    @property
+    def bytes_read(self) -> int:
+        """How much of the file is here."""
+        return sum(len(piece) for piece in self._pieces)
 
     def changed(self, chunks: Sequence[Chunk], written: Sequence[str]) -> tuple[Chunk, str, str] | None:
         """The first of `chunks` whose hash is not the written one, with the hash that came and the written one."""
         for chunk, digest in zip(chunks, written, strict=True):
-            found = hash_bytes(self._view[chunk.start - self._start : chunk.stop - self._start])
+            found = hash_bytes(self._at(chunk.start)[: chunk.stop - chunk.start])
             if found != digest:
                 return chunk, found, digest
         return None
 
     def read(self, count: int = -1) -> memoryview:
-        first = self._position - self._start
-        if first < 0:
-            raise OSError(f"byte {self._position} lies before the row group, which starts at {self._start}")
-        piece = self._view[first : None if count < 0 else first + count]
+        piece = self._at(self._position)
+        if count >= 0:
+            piece = piece[:count]
         self._position += len(piece)
         return piece
+
+    def _at(self, position: int) -> memoryview:
+        """What is here from `position` on, to the end of its piece."""
+        number = bisect.bisect_right(self._starts, position) - 1
+        if number < 0 or position > self._starts[number] + len(self._pieces[number]):
+            raise OSError(f"byte {position} lies outside the columns that were read")
+        return self._pieces[number][position - self._starts[number] :]
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
@@ -141,6 +158,17 @@ class Block:
 
     def close(self) -> None:
         """The memory lives as long as the decoder needs it."""
+
+
+def _spans(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
+    """Bytes to read, chunks that touch joined: 4..10 10..12 20..30 -> (4, 12) (20, 30)."""
+    spans: list[tuple[int, int]] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.start):
+        if spans and chunk.start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], chunk.stop))
+        else:
+            spans.append((chunk.start, chunk.stop))
+    return spans
 
 
 def as_arrow_file(block: Block) -> pa.PythonFile:

@@ -35,10 +35,18 @@ from gem_data.rows import Int64, Rows
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """`take` (n,) int64: which rows of `rows`, in batch order."""
+    """`take` (n,) int64: which rows of `rows`, in batch order.
+
+    drawn: for each stream, (R,) most events of every row of `rows` (lengths.py); None: no such limits.
+    """
 
     rows: Rows
     take: Int64
+    drawn: tuple[Int64, ...] | None = None
+
+    def limit(self, stream: int, limit: int) -> int | Int64:
+        """Most events of each taken row of a stream."""
+        return limit if self.drawn is None else np.minimum(self.drawn[stream][self.take], limit)
 
 
 def collate(
@@ -84,7 +92,7 @@ def _jagged_parts(
         stream.max_length if max_length is None else min(max_length, stream.max_length) for stream in schema.streams
     ]
     events = [
-        [choose(part.rows.streams[index].offsets, part.take, limit) for part in parts]
+        [choose(part.rows.streams[index].offsets, part.take, part.limit(index, limit)) for part in parts]
         for index, limit in enumerate(limits)
     ]
     keys = [key for key, _ in schema.id_features()]

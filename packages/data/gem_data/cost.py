@@ -91,13 +91,23 @@ def batch_cost(model: CostModel, lengths: Mapping[str, Int64], rows: int) -> flo
     return model.per_step + float(row_costs(model, lengths, rows).sum())
 
 
-def loads_of(schema: Schema, rows: Rows, model: CostModel, *, max_length: int | None) -> Float64:
-    """(R,) load of decoded rows, with their streams cut as the loader cuts them."""
+def loads_of(
+    schema: Schema,
+    rows: Rows,
+    model: CostModel,
+    *,
+    max_length: int | None,
+    drawn: tuple[Int64, ...] | None = None,
+) -> Float64:
+    """(R,) load of decoded rows, with their streams cut as the loader cuts them. drawn: limits by stream and row."""
     limits = {s.name: s.max_length if max_length is None else min(s.max_length, max_length) for s in schema.streams}
     lengths = {
         stream.name: np.minimum(np.diff(events.offsets), limits[stream.name])
         for stream, events in zip(schema.streams, rows.streams, strict=True)
     }
+    if drawn is not None:
+        for stream, most in zip(schema.streams, drawn, strict=True):
+            lengths[stream.name] = np.minimum(lengths[stream.name], most)
     return row_costs(model, lengths, len(rows))
 
 

@@ -34,8 +34,8 @@ class Chosen:
     places: pa.Array
 
 
-def choose(offsets: Int64, take: Int64, limit: int | None) -> Chosen:
-    """Rows `take` of a group with `offsets`, each cut to its latest `limit` events.
+def choose(offsets: Int64, take: Int64, limit: int | Int64 | None) -> Chosen:
+    """Rows `take` of a group with `offsets`, each cut to its latest `limit` events: one number, or (n,) of them.
 
     >>> choose(np.array([0, 2, 2, 5]), np.array([2, 0]), 2).lengths.tolist()
     [2, 2]

@@ -5,6 +5,7 @@
 1.2  CostModel, CostTerm: the load of a row; LoaderConfig.base_batch, base_pool, cost: base-batch shuffling
 1.3  LoaderConfig.open_ids: features whose ids may lie outside their tables
 1.4  FileInfo.blocks_xxh3: hashes of the footer and of the columns of row groups, compared before anything is decoded
+1.5  LoaderConfig.features, labels: read only these columns; LoaderConfig.stochastic_length
 
 The native layout is a directory:
 
@@ -38,7 +39,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-INTERFACE_VERSION = (1, 4)
+INTERFACE_VERSION = (1, 5)
 
 
 class DataError(ValueError):
@@ -280,6 +281,14 @@ class LoaderConfig:
     cost               load of a row for base_batch; None = its events
     open_ids           features (keys of Batch.ids) whose ids may lie outside their table: whoever looks them up decides
                        what becomes of them. Changes no order: a state loads whatever it was
+    features           columns to read, by name without the part that is a file's own: "id.item", "ids.tags",
+                       "dense.age", "stream.views" (all of it), "stream.views.item" (this field, with actions and
+                       times; the stream's first field must be among those named). Nothing else is read, and `schema`
+                       of the loader has nothing else. Empty = all
+    labels             tasks to read; empty = all
+    stochastic_length  alpha in [1, 2]: a stream that has L events after max_length has cut it to at most N is cut to
+                       its latest M = N^(alpha/2) where L > M, but for a share N^alpha / L^2 of such rows, which stay
+                       whole. Drawn anew every epoch from the seed and the row's place; 2 cuts nothing. None = off
     """
 
     global_batch_size: int
@@ -294,12 +303,15 @@ class LoaderConfig:
     base_pool: int = 256
     cost: CostModel | None = None
     open_ids: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    stochastic_length: float | None = None
 
 
 class Loader(Protocol):
     """Yields this rank's `Batch` of each global batch; every rank yields the same number of batches.
 
-    schema             of the data set
+    schema             of the data set, as far as it is read (LoaderConfig.features and labels)
     rows_per_epoch     rows of the split that one epoch yields over all ranks (fewer than the split's with drop_last)
     batches_per_epoch  global batches of one epoch
     """

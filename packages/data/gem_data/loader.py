@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ from gem_data.batching import PAIRS, Cursor, EpochPlan, Group, Plan
 from gem_data.collate import Part, collate
 from gem_data.cost import check_cost, events_cost, loads_of
 from gem_data.interface import Batch, DataError, LoaderConfig, Schema
+from gem_data.lengths import drawn_limits
 from gem_data.prefetch import Prefetch
 from gem_data.rows import Int64, Rows, concatenate
-from gem_data.schema import SCHEMA_FILE, read_schema
+from gem_data.schema import SCHEMA_FILE, read_schema, select
 from gem_data.shards import Shards, groups_of
 from gem_data.state import build_state, cursor_from_state
 from gem_data.validation import check_config
@@ -66,7 +68,7 @@ class ArrowLoader:
         only: read these (file, row group) alone; None: all of the split.
         """
         check_config(config, rank=rank, world_size=world_size)
-        self.schema: Schema = read_schema(directory)
+        self.schema: Schema = select(read_schema(directory), features=config.features, labels=config.labels)
         if config.cost is not None:
             check_cost(config.cost, self.schema)
         self.config = config
@@ -179,10 +181,10 @@ def _read(loader: ArrowLoader, cursor: Cursor) -> Generator[tuple[Batch, Cursor]
         after = plan.advance(cursor, given)
         parts = []
         for piece in plan.pieces(cursor, given, rank=rank, world_size=world_size):
-            rows, order = windows.get(piece.shard, piece.window)
-            take = order[piece.start : piece.stop]
-            if rows is not None:
-                parts.append(Part(rows=rows, take=take[take >= 0]))
+            held = windows.get(piece.shard, piece.window)
+            take = held.order[piece.start : piece.stop]
+            if held.rows is not None:
+                parts.append(Part(rows=held.rows, take=take[take >= 0], drawn=held.drawn))
         batch = collate(
             shards.schema, parts, max_length=config.max_length, global_rows=int(given.sum()), step=cursor.step
         )
@@ -190,20 +192,30 @@ def _read(loader: ArrowLoader, cursor: Cursor) -> Generator[tuple[Batch, Cursor]
         cursor = after
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Window:
+    """order: of the rows, -1 for one of a damaged group; drawn: most events by stream and row (lengths.py)."""
+
+    number: int
+    rows: Rows | None
+    order: Int64
+    drawn: tuple[Int64, ...] | None
+
+
 class _Windows:
-    """The decoded window that each shard is in, and the order of its rows; -1 stands for a row of a damaged group."""
+    """The decoded window that each shard is in, and the order of its rows."""
 
     def __init__(
         self, shards: Shards, epoch: EpochPlan, config: LoaderConfig, number: int, on_damage: OnDamage | None
     ) -> None:
         self._shards, self._epoch, self._config, self._number = shards, epoch, config, number
         self._on_damage = on_damage
-        self._held: dict[int, tuple[int, Rows | None, Int64]] = {}
+        self._held: dict[int, _Window] = {}
 
-    def get(self, shard: int, window: int) -> tuple[Rows | None, Int64]:
+    def get(self, shard: int, window: int) -> _Window:
         """Decode the window unless it is the one at hand; the shard's former window is let go first."""
         held = self._held.get(shard)
-        if held is None or held[0] != window:
+        if held is None or held.number != window:
             self._held.pop(shard, None)
             held = None
             groups = self._epoch.window_groups(shard, window)
@@ -211,10 +223,11 @@ class _Windows:
             sound = [part for part in parts if part is not None]
             rows = concatenate(sound) if sound else None
             kept = np.repeat([part is not None for part in parts], [group.rows for group in groups])
-            order = self._order(shard, window, rows, kept)
+            drawn = None if rows is None else drawn_limits(self._shards.schema, rows, self._config, self._number)
+            order = self._order(shard, window, rows, kept, drawn)
             assert len(order) == len(kept)
-            held = self._held[shard] = (window, rows, order)
-        return held[1], held[2]
+            held = self._held[shard] = _Window(number=window, rows=rows, order=order, drawn=drawn)
+        return held
 
     def _read(self, group: Group) -> Rows | None:
         try:
@@ -225,24 +238,28 @@ class _Windows:
             self._on_damage(error, group.rows)
             return None
 
-    def _order(self, shard: int, window: int, rows: Rows | None, kept: npt.NDArray[np.bool_]) -> Int64:
+    def _order(
+        self, shard: int, window: int, rows: Rows | None, kept: npt.NDArray[np.bool_], drawn: tuple[Int64, ...] | None
+    ) -> Int64:
         """The plan's order, and with base batches its rows moved so that shares weigh alike (balance.py).
 
         Rows are counted as the plan does; the result points into `rows`, which has only those that are kept.
         """
-        order = self._moved(shard, window, rows, kept)
+        order = self._moved(shard, window, rows, kept, drawn)
         if kept.all():
             return order
         return np.where(kept[order], (np.cumsum(kept) - 1)[order], -1)
 
-    def _moved(self, shard: int, window: int, rows: Rows | None, kept: npt.NDArray[np.bool_]) -> Int64:
+    def _moved(
+        self, shard: int, window: int, rows: Rows | None, kept: npt.NDArray[np.bool_], drawn: tuple[Int64, ...] | None
+    ) -> Int64:
         config, order = self._config, self._epoch.window_order(shard, window)
         if config.base_batch is None:
             return order
         cost = events_cost(self._shards.schema) if config.cost is None else config.cost
         loads = np.zeros(len(kept))
         if rows is not None:
-            loads[kept] = loads_of(self._shards.schema, rows, cost, max_length=config.max_length)
+            loads[kept] = loads_of(self._shards.schema, rows, cost, max_length=config.max_length, drawn=drawn)
         moved = base_batch_order(
             loads[order],
             base_batch=config.base_batch,

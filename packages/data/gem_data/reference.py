@@ -16,13 +16,14 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import torch
+import xxhash
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from gem_data.batching import ORDER_VERSION
 from gem_data.interface import Batch, DataError, EventStream, LoaderConfig, Schema
 from gem_data.reference_balance import reference_base_order, reference_load
 from gem_data.rows import Where, check_types
-from gem_data.schema import columns, read_schema
+from gem_data.schema import columns, read_schema, select, stream_columns
 from gem_data.validation import check_config
 
 _MASK = (1 << 64) - 1
@@ -39,7 +40,7 @@ class ReferenceLoader:
         self, directory: str | Path, *, split: str, config: LoaderConfig, rank: int = 0, world_size: int = 1
     ) -> None:
         check_config(config, rank=rank, world_size=world_size)
-        self.schema = read_schema(directory)
+        self.schema = select(read_schema(directory), features=config.features, labels=config.labels)
         self._config, self._split, self._rank, self._world_size = config, split, rank, world_size
         self._rows, self._files = _read_rows(Path(directory), self.schema, split)
         rows, size = len(self._rows), config.global_batch_size
@@ -67,11 +68,13 @@ class ReferenceLoader:
             places = [place for share in batches[step % self.batches_per_epoch] for place in share]
             n, r, w = len(places), self._rank, self._world_size
             own = places[r * n // w : (r + 1) * n // w]
-            batch = reference_collate(
-                self.schema, [self._rows[place] for place in own], own, self._config.max_length, n, step
-            )
+            rows = [self._cut(self._rows[place], place, epoch) for place in own]
+            batch = reference_collate(self.schema, rows, own, self._config.max_length, n, step)
             self._yielded = step + 1
             yield batch
+
+    def _cut(self, row: Row, place: Place, epoch: int) -> Row:
+        return reference_stochastic_cut(self.schema, row, place, self._config, epoch)
 
     def mark_trained(self, batch: Batch) -> None:
         """See interface.Loader."""
@@ -101,7 +104,8 @@ class ReferenceLoader:
 
     def _move_base_batches(self, held: list[Place], first: int, key: tuple[int, ...]) -> list[Place]:
         config = self._config
-        loads = [reference_load(self.schema, self._rows[place], config.cost, config.max_length) for place in held]
+        rows = [self._cut(self._rows[place], place, key[1]) for place in held]
+        loads = [reference_load(self.schema, row, config.cost, config.max_length) for row in rows]
         order = reference_base_order(
             loads, config, first=first, permute=lambda count, start: reference_permutation(count, *key, start)
         )
@@ -122,6 +126,7 @@ class ReferenceLoader:
             places.append({"rows_read": count, "file": path, "row_group": group, "row": row})
         config = dataclasses.asdict(self._config)
         del config["prefetch"], config["open_ids"]
+        config |= {"features": list(config["features"]), "labels": list(config["labels"])}
         if config["cost"] is not None:
             config["cost"]["terms"] = list(config["cost"]["terms"])
         return {
@@ -136,19 +141,41 @@ class ReferenceLoader:
         }
 
 
-def reference_permutation(count: int, *key: int) -> list[int]:
-    """0..count-1 sorted by the splitmix64 hash of a counter that starts at the hash of `key`."""
+def _mix(value: int) -> int:
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
 
-    def mix(value: int) -> int:
-        value &= _MASK
-        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-        return value ^ (value >> 31)
 
+def _hash(*key: int) -> int:
     start = 0
     for part in key:
-        start = mix(((start + _GOLDEN) & _MASK) ^ mix(part + _GOLDEN))
-    return sorted(range(count), key=lambda index: mix(start + index * _GOLDEN))
+        start = _mix(((start + _GOLDEN) & _MASK) ^ _mix(part + _GOLDEN))
+    return start
+
+
+def reference_permutation(count: int, *key: int) -> list[int]:
+    """0..count-1 sorted by the splitmix64 hash of a counter that starts at the hash of `key`."""
+    start = _hash(*key)
+    return sorted(range(count), key=lambda index: _mix(start + index * _GOLDEN))
+
+
+def reference_stochastic_cut(schema: Schema, row: Row, place: Place, config: LoaderConfig, epoch: int) -> Row:
+    """The row with its streams cut by stochastic length: lengths.py, one list at a time."""
+    alpha = config.stochastic_length
+    if alpha is None:
+        return row
+    cut = dict(row)
+    for stream in schema.streams:
+        longest = stream.max_length if config.max_length is None else min(stream.max_length, config.max_length)
+        short = int(longest ** (alpha / 2))
+        length = min(len(row[f"stream.{stream.name}.time"]), longest)
+        drawn = (_hash(config.seed, epoch, 4, xxhash.xxh3_64_intdigest(stream.name.encode()), *place) >> 11) * 2.0**-53
+        if length > short and drawn * length**2 >= longest**alpha:
+            for name in stream_columns(stream):
+                cut[name] = row[name][len(row[name]) - short :]
+    return cut
 
 
 Move = Callable[[list[Place], int, tuple[int, ...]], list[Place]]

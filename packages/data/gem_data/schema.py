@@ -66,6 +66,57 @@ def stream_columns(stream: StreamInfo) -> tuple[str, ...]:
     return tuple(f"stream.{stream.name}.{part}" for part in (*(f.name for f in stream.fields), *RESERVED_FIELDS))
 
 
+def select(schema: Schema, *, features: Sequence[str] = (), labels: Sequence[str] = ()) -> Schema:
+    """`schema` with these features and labels alone, in its own order, and the tables they use. Empty: all.
+
+    Names are those of LoaderConfig.features. Raises ValueError naming what there is.
+
+    >>> from gem_data.testing import tiny_schema
+    >>> few = select(tiny_schema(), features=["stream.views.item", "dense.hour"], labels=["like"])
+    >>> [column.name for column in columns(few)][3:]
+    ['label.like', 'weight.like', 'dense.hour', 'stream.views.item', 'stream.views.action', 'stream.views.time']
+    """
+    tasks = [label.name for label in schema.labels]
+    _check_selected("labels", labels, tasks)
+    if labels:
+        schema = dataclasses.replace(schema, labels=tuple(label for label in schema.labels if label.name in labels))
+    if not features:
+        return schema
+    known = [f"id.{feature.name}" for feature in schema.scalars] + [f"ids.{feature.name}" for feature in schema.lists]
+    known += [f"dense.{name}" for name in schema.dense]
+    for stream in schema.streams:
+        known += [f"stream.{stream.name}", *(f"stream.{stream.name}.{field.name}" for field in stream.fields)]
+    _check_selected("features", features, known)
+    chosen = dataclasses.replace(
+        schema,
+        scalars=tuple(feature for feature in schema.scalars if f"id.{feature.name}" in features),
+        lists=tuple(feature for feature in schema.lists if f"ids.{feature.name}" in features),
+        dense=tuple(name for name in schema.dense if f"dense.{name}" in features),
+        streams=tuple(cut for stream in schema.streams if (cut := _selected_stream(stream, features)) is not None),
+    )
+    used = {table for _, table in chosen.id_features()}
+    return dataclasses.replace(chosen, tables=tuple(table for table in schema.tables if table.name in used))
+
+
+def _check_selected(setting: str, names: Sequence[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{setting}: expected names of {', '.join(known)}; came {name!r}")
+
+
+def _selected_stream(stream: StreamInfo, features: Sequence[str]) -> StreamInfo | None:
+    prefix = f"stream.{stream.name}"
+    if prefix in features:
+        return stream
+    fields = tuple(field for field in stream.fields if f"{prefix}.{field.name}" in features)
+    if fields and fields[0] != stream.fields[0]:
+        raise ValueError(
+            f"features: {prefix}.{fields[0].name} without {prefix}.{stream.fields[0].name}: the first field of a "
+            "stream is its item, by which events are told apart; name it too"
+        )
+    return dataclasses.replace(stream, fields=fields) if fields else None
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' (did you mean "x"?)' for the nearest known name, else the known names."""
     names = sorted(known)

@@ -166,25 +166,23 @@ class Shards:
             return self._reader.group(path, row_group, names)
         source: Any = path
         if self._compare:
-            source = as_arrow_file(self._sound_block(footer, row_group))
+            source = as_arrow_file(self._sound_block(footer, row_group, names))
         with pq.ParquetFile(
             source,
             metadata=footer.metadata,
+            pre_buffer=False,  # it would join reads over columns that are not here
             page_checksum_verification=True,
             arrow_extensions_enabled=False,
         ) as file:
             return file.read_row_group(row_group, columns=names, use_threads=False)
 
-    def _sound_block(self, footer: Footer, row_group: int) -> Block:
-        """The bytes of a row group, every column as it was written. DataError names the first that is not."""
-        chunks = chunks_of(footer.metadata, row_group)
-        block = Block(
-            self.directory / footer.info.path,
-            start=min(chunk.start for chunk in chunks),
-            stop=max(chunk.stop for chunk in chunks),
-            size_bytes=footer.bytes,
-        )
-        changed = block.changed(chunks, footer.info.blocks_xxh3[1 + row_group * len(chunks) :][: len(chunks)])
+    def _sound_block(self, footer: Footer, row_group: int, names: Collection[str]) -> Block:
+        """The bytes of these columns of a row group, each as it was written. DataError names the first that is not."""
+        every = chunks_of(footer.metadata, row_group)
+        written = footer.info.blocks_xxh3[1 + row_group * len(every) :][: len(every)]
+        pairs = [pair for pair in zip(every, written, strict=True) if pair[0].column in names]
+        block = Block(self.directory / footer.info.path, [chunk for chunk, _ in pairs], size_bytes=footer.bytes)
+        changed = block.changed([chunk for chunk, _ in pairs], [digest for _, digest in pairs])
         if changed is not None:
             chunk, found, written = changed
             raise Where(file=footer.info.path, row_group=row_group).error(

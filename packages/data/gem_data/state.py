@@ -32,7 +32,9 @@ from gem_data.shards import Footer
 
 _KEYS = ("order_version", "split", "files", "config", "epoch", "step", "samples", "shards")
 _FREE_SETTINGS = ("prefetch", "open_ids")
-_LATER_SETTINGS = MappingProxyType({"base_batch": None, "base_pool": 256, "cost": None})
+_LATER_SETTINGS = MappingProxyType(
+    {"base_batch": None, "base_pool": 256, "cost": None, "features": [], "labels": [], "stochastic_length": None}
+)
 
 
 def build_state(
@@ -122,6 +124,7 @@ def _files(footers: Sequence[Footer]) -> list[dict[str, Any]]:
 
 def _settings(config: LoaderConfig) -> dict[str, Any]:
     settings = {key: value for key, value in dataclasses.asdict(config).items() if key not in _FREE_SETTINGS}
+    settings |= {"features": list(config.features), "labels": list(config.labels)}
     if config.cost is not None:
         settings["cost"] = cost_to_dict(config.cost)
     return settings

@@ -68,6 +68,9 @@ def check_config(config: LoaderConfig, *, rank: int, world_size: int) -> None:
         "world_size": (world_size, 1),
         "rank": (rank, 0),
     }
+    alpha = config.stochastic_length
+    if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2):
+        raise ValueError(f"stochastic_length: expected a number from 1 to 2, or None, came {alpha!r}")
     if config.max_length is not None:
         limits["max_length"] = (config.max_length, 0)
     if config.base_batch is not None:
