@@ -8,14 +8,15 @@ On the CPU the bits of a tensor are summed up by xxh3-64. On a GPU by two sums o
 plain, which any single changed word changes, and weighted by position, which notices two words that changed places.
 
 Three copies or more: the rank that differs from the majority drifted. Two copies cannot outvote each other: both are
-named, and of the first element that differs the one whose magnitude is further from the rest of its tensor is the
-suspect, with both values, since a flipped bit of an exponent changes a magnitude by powers of two.
+named with their values at the first element that differs. If one of these is further from the rest of the tensor by a
+factor of UNUSUAL or more, as a flipped bit of an exponent makes it, that rank is called probable; else nothing is said.
 
 Cost: one read of parameters, moments and tables in copy, and one all-gather of 16 bytes a tensor and group.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from gem_pipelines.parallelize import ParallelModel
 from gem_pipelines.runtime import Runtime
 
 CHUNK = 1 << 20
+UNUSUAL = 8.0
 
 
 class ReplicaError(RunError):
@@ -134,6 +136,8 @@ def _describe(copied: Copied, name: str, tensor: Tensor, sums: list[tuple[int, .
         return f"rank {', '.join(map(str, drifted))} drifted from the others: {where}"
     usual = tensor.detach().float().abs().median().clamp(min=1e-30).log()
     far = [abs(float(torch.tensor(value).abs().clamp(1e-45, 3e38).log() - usual)) for value in values]
+    if max(far) - min(far) < math.log(UNUSUAL):
+        return f"rank {' or '.join(map(str, ranks))} drifted, which of them cannot be told from two copies: {where}"
     suspect = ranks[far.index(max(far))]
     return f"rank {suspect} probably drifted (its value is further from the rest of the tensor): {where}"
 

@@ -124,7 +124,7 @@ def layout(rng: random.Random) -> tuple[int, int]:
 
 
 def test_d1_schedules_of_kills_and_layouts(data, tmp_path, rng, count, counted):
-    schedules = count(fast=8, full_count=200)
+    schedules = count(fast=5, full_count=200)
     kills = resumes = 0
     for number in range(schedules):
         directory = tmp_path / str(number)

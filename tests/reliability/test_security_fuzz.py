@@ -90,7 +90,7 @@ def test_s4_configurations(rng, count, counted):
         assert from_json(RunConfig, json.loads(json.dumps(to_json(config)))) == config
         outcomes["taken"] += 1
 
-    run(check, count(fast=250, full_count=50_000), rng.randrange(2**32))
+    run(check, count(fast=100, full_count=50_000), rng.randrange(2**32))
     counted("configurations", outcomes)
     assert min(outcomes.values()) > 0
 
@@ -109,7 +109,7 @@ def test_s4_overrides(rng, count, counted):
         except ConfigError:
             outcomes["refused"] += 1
 
-    run(check, count(fast=20, full_count=2_000), rng.randrange(2**32))
+    run(check, count(fast=10, full_count=2_000), rng.randrange(2**32))
     counted("overrides", outcomes)
     assert outcomes["refused"] > 0
 
@@ -130,7 +130,7 @@ def test_s4_schemas(rng, count, counted, tmp_path):
         assert isinstance(schema, Schema)
         outcomes["taken"] += 1
 
-    run(check, count(fast=250, full_count=50_000), rng.randrange(2**32))
+    run(check, count(fast=100, full_count=50_000), rng.randrange(2**32))
     counted("schemas", outcomes)
     assert min(outcomes.values()) > 0
 
@@ -157,7 +157,7 @@ def test_s4_loader_states(rng, count, counted, tmp_path):
         assert loader.state_dict() == sound
         outcomes["taken"] += 1
 
-    run(check, count(fast=150, full_count=20_000), rng.randrange(2**32))
+    run(check, count(fast=60, full_count=20_000), rng.randrange(2**32))
     counted("loader states", outcomes)
     assert outcomes["refused"] > 0
 

@@ -258,6 +258,7 @@ BAD_NAMES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD_NAMES, ids=range(len(BAD_NAMES)))
 def test_s2_names_in_a_manifest(checkpoint, tmp_path, name):
     target = tmp_path / checkpoint.name
@@ -293,6 +294,7 @@ def test_s2_files_that_are_none(checkpoint, tmp_path, kind):
 BAD_PATHS = ("../train-00000.parquet", "/etc/passwd", "a/../../x.parquet", "x\0y", "x" * 5000, "..", "", "a\\b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BAD_PATHS, ids=range(len(BAD_PATHS)))
 def test_s2_paths_in_a_schema(tmp_path, path):
     target = tmp_path / "d"
@@ -348,6 +350,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_s3_tensors(checkpoint, tmp_path, bomb):
     target = tmp_path / checkpoint.name
@@ -363,12 +366,13 @@ JSON_BOMBS = {
     "a number of a million digits": b'{"tables": ' + b"9" * 1_000_000 + b"}",
     "infinity": b'{"name": Infinity}',
     "a key of a million letters": b'{"' + b"k" * 1_000_000 + b'": 1}',
-    "a million keys": json.dumps(dict.fromkeys(map(str, range(1_000_000)))).encode(),
+    "hundreds of thousands of keys": json.dumps(dict.fromkeys(map(str, range(300_000)))).encode(),
     "no UTF-8": b'{"name": "\xff\xfe"}',
     "nothing": b"",
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bomb", JSON_BOMBS)
 @pytest.mark.parametrize("where", ["schema.json", "config.json", "manifest.json", "state.json"])
 def test_s3_json(checkpoint, tmp_path, where, bomb):
@@ -389,7 +393,11 @@ def test_s3_json(checkpoint, tmp_path, where, bomb):
         else:
             sign(target, where, JSON_BOMBS[bomb])
         said = attacked(lambda: read_checkpoint(target))
-        if where == "state.json" and bomb in ("infinity", "a million keys", "a key of a million letters"):
+        if where == "state.json" and bomb in (
+            "infinity",
+            "hundreds of thousands of keys",
+            "a key of a million letters",
+        ):
             assert said == "passed"  # well-formed JSON: what it says is compared with the run when it is restored
             return
     assert said.startswith("named: "), said
