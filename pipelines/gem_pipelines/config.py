@@ -110,6 +110,14 @@ class DataConfig:
     """Row group sequences that a batch is dealt from; the order depends on it, and never on the number of processes."""
     max_length: int | None = None
     """Keep only the latest events of each stream; None: the schema's limit."""
+    features: tuple[str, ...] = ()
+    """Columns that are read and trained on, as "id.item", "ids.tags", "dense.age", "stream.views" (all of it) or
+    "stream.views.item" (this field); empty: all."""
+    labels: tuple[str, ...] = ()
+    """Tasks that are read and trained on; empty: all."""
+    stochastic_length: float | None = None
+    """alpha in [1, 2]: training keeps only the latest N^(alpha/2) events of rows that have more, N the longest, but for
+    a share N^alpha / L^2 of rows of L events, which stay whole; drawn every epoch. None: off. Not in evaluation."""
     max_quarantined_rows: int = 0
     """How many rows of a run may be lost to row groups that are damaged or hold bad values; such a group is left out
     whole, counted and written down. 0: the first stops the run. Above 0 the survey before the run is left out."""
@@ -124,6 +132,8 @@ class DataConfig:
         _at_least("data", 1, window_groups=self.window_groups, logical_shards=self.logical_shards)
         _at_least("data", 1, max_length=self.max_length)
         _at_least("data", 0, prefetch=self.prefetch, max_quarantined_rows=self.max_quarantined_rows)
+        if self.stochastic_length is not None and not 1 <= self.stochastic_length <= 2:
+            raise ConfigError(f"data.stochastic_length is {self.stochastic_length}, expected 1 to 2, or None")
 
 
 @dataclass(frozen=True, kw_only=True)

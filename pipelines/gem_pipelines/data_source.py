@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import gem_datasets
-from gem_data.api import write_dataset
-from gem_data.interface import Schema
+from gem_data.api import read_schema, select, write_dataset
+from gem_data.interface import DataError, Schema
 
 from gem_pipelines.config import DataConfig
 from gem_pipelines.errors import ConfigError, did_you_mean
@@ -47,6 +47,16 @@ def data_directory(config: DataConfig, *, runtime: Runtime, say: Callable[[str],
 
     runtime.on_main(prepare)
     return target
+
+
+def trained_schema(data: Path, config: DataConfig) -> Schema:
+    """The schema of `data` with the features and labels that the run uses. ConfigError names the choices."""
+    try:
+        return select(read_schema(data), features=config.features, labels=config.labels)
+    except DataError:
+        raise
+    except ValueError as problem:
+        raise ConfigError(f"data.{problem}") from None
 
 
 def cache_directory(config: DataConfig) -> Path:

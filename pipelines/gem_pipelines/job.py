@@ -21,7 +21,7 @@ from gem_pipelines.checkpoint_start import start_from
 from gem_pipelines.config import RunConfig
 from gem_pipelines.contract import check_versions, installed_versions
 from gem_pipelines.cost import load_model
-from gem_pipelines.data_source import data_directory
+from gem_pipelines.data_source import data_directory, trained_schema
 from gem_pipelines.errors import ConfigError, RunError, did_you_mean
 from gem_pipelines.loop import Job, Outcome
 from gem_pipelines.model.build import build_model, table_specs
@@ -94,7 +94,7 @@ def _run(request: Request, directory: RunDirectory, lock: RunLock | None, runtim
     say = print if runtime.is_main else lambda *_, **__: None
     say(f"run: {directory.path}")
     data = data_directory(config.data, runtime=runtime, say=say)
-    check_policies(config, read_schema(data))
+    check_policies(config, trained_schema(data, config.data))
     row_limit = 0 if config.data.max_quarantined_rows else config.train.survey_rows
     survey = survey_data(data, row_limit=row_limit, runtime=runtime, open_ids=config.tables.open_ids())
     job = build(config, data=data, directory=directory, runtime=runtime, lock=lock)
@@ -181,6 +181,9 @@ def loader_config(config: RunConfig, cost: CostModel | None = None) -> LoaderCon
         drop_last=data.drop_last,
         prefetch=data.prefetch,
         open_ids=config.tables.open_ids(),
+        features=data.features,
+        labels=data.labels,
+        stochastic_length=data.stochastic_length,
         base_batch=config.balance.base_batch if base else None,
         base_pool=config.balance.base_pool if base else LoaderConfig.base_pool,
         cost=cost if base else None,
@@ -217,7 +220,7 @@ def build(
 ) -> Job:
     """Loader, model, tables and trainer of one job, at step 0."""
     seed_everything(config.train.seed, rank=runtime.rank)
-    schema = within(read_schema(data), config.data.max_length)
+    schema = within(trained_schema(data, config.data), config.data.max_length)
     cost = load_model(config.balance, schema, config.model)
     quarantine = Quarantine()
     loader = training_loader(config, data=data, cost=cost, runtime=runtime, quarantine=quarantine)

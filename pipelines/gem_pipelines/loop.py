@@ -313,15 +313,12 @@ class Job:
     def _evaluate(self) -> None:
         self.supervision.enter("evaluate", step=self.trainer.position.step)
         started = time.perf_counter()
-        config = LoaderConfig(
-            global_batch_size=self.config.train.eval_batch_size,
-            shuffle=False,
-            max_length=self.config.data.max_length,
-            prefetch=self.config.data.prefetch,
-            open_ids=self.config.tables.open_ids(),
-        )
         loader = build_loader(
-            self.data, split="eval", config=config, rank=self.runtime.rank, world_size=self.runtime.world_size
+            self.data,
+            split="eval",
+            config=self._evaluation_config(),
+            rank=self.runtime.rank,
+            world_size=self.runtime.world_size,
         )
         try:
             watched = self.supervision.evaluating(loader, step=self.trainer.position.step)
@@ -339,6 +336,18 @@ class Job:
             f"{t} NE {_show(m['ne'])} AUC {_show(m['auc'])}" for t, m in self._last_eval["tasks"].items()
         )
         self.display.say(f"evaluated at step {step}: {figures}")
+
+    def _evaluation_config(self) -> LoaderConfig:
+        data = self.config.data
+        return LoaderConfig(
+            global_batch_size=self.config.train.eval_batch_size,
+            shuffle=False,
+            max_length=data.max_length,
+            prefetch=data.prefetch,
+            open_ids=self.config.tables.open_ids(),
+            features=data.features,
+            labels=data.labels,
+        )
 
     def _peak_flops_per_s(self) -> float:
         """Peak over all ranks: given per device, or measured on every rank at the same time."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gem_data.api import inspect_dataset, read_schema
+from gem_data.api import inspect_dataset
 
 from gem_pipelines.config import RunConfig
+from gem_pipelines.data_source import trained_schema
 from gem_pipelines.errors import ConfigError
 from gem_pipelines.planner.shapes import PROBE_ROWS, shaped_workload
 from gem_pipelines.planner.workload import Workload
@@ -18,7 +19,7 @@ from gem_pipelines.planner.workload import Workload
 
 def recipe_workload(config: RunConfig, data: Path, *, world_size: int) -> Workload:
     """Workload of one micro-batch of `config` on `world_size` ranks, from the data set in `data`."""
-    schema = read_schema(data)
+    schema = trained_schema(data, config.data)
     described = inspect_dataset(data)["splits"]["train"]
     if config.data.global_batch_size < world_size:
         raise ConfigError(
@@ -30,8 +31,8 @@ def recipe_workload(config: RunConfig, data: Path, *, world_size: int) -> Worklo
         config.model,
         name=config.name,
         batch=config.data.global_batch_size // world_size,
-        lengths={name: _typical(found) for name, found in described["streams"].items()},
-        stream_means={name: float(found["mean"]) for name, found in described["streams"].items()},
+        lengths={stream.name: _typical(described["streams"][stream.name]) for stream in schema.streams},
+        stream_means={stream.name: float(described["streams"][stream.name]["mean"]) for stream in schema.streams},
         list_means={feature.name: float(described["lists"][feature.name]["mean"]) for feature in schema.lists},
         source=f"recipe {config.name} on its data",
     )
