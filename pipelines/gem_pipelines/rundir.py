@@ -90,8 +90,11 @@ class RunDirectory:
                 path.rmdir()
 
     def check_unused(self) -> None:
-        """Raise RunError where a run exists here already."""
-        if self.config_file.exists() or self.checkpoints.exists():
+        """Raise RunError where a run exists here already. One that was killed while this directory was made does not:
+        config.json is written last, and nothing was trained.
+        """
+        begun = self.checkpoints.exists() and any(self.checkpoints.iterdir())
+        if self.config_file.exists() or begun:
             raise RunError(
                 f"{self.path} holds a run already and is not overwritten: add --resume to go on with it, "
                 "or choose another --run-dir"

@@ -126,3 +126,14 @@ def test_without_tensorboard_it_says_so_once_and_goes_on(directory, monkeypatch)
     assert len(said) == 1
     assert "TensorBoard events are not written" in said[0]
     assert len(read_records(directory.metrics_file)) == 3
+
+
+def test_a_run_killed_while_its_directory_was_made_may_begin_again(tmp_path):
+    """config.json is written last; an empty checkpoints/ holds nothing. A checkpoint without config.json does."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.create(find_recipe("debug"), command="x")
+    directory.config_file.unlink()
+    directory.check_unused()
+    (directory.checkpoints / "step-00000001").mkdir()
+    with pytest.raises(RunError, match="holds a run already"):
+        directory.check_unused()
