@@ -50,9 +50,8 @@ class BalancedLoader:
         counts: str = "equal",
     ) -> None:
         """Every rank must build it at the same time: it makes a process group."""
-        self._loader = loader
+        self.inner = self._loader = loader
         self.schema: Schema = loader.schema
-        self.rows_per_epoch, self.batches_per_epoch = loader.rows_per_epoch, loader.batches_per_epoch
         self._exchange = RowExchange(
             loader.schema,
             cost=cost,
@@ -62,6 +61,16 @@ class BalancedLoader:
             counts=counts,
         )
         self._open: weakref.ref[_Ahead] | None = None
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """See gem_data.interface.Loader; of a stream, those of the present window."""
+        return self._loader.rows_per_epoch
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """See gem_data.interface.Loader; of a stream, those of the present window."""
+        return self._loader.batches_per_epoch
 
     def epoch(self) -> Iterator[Batch]:
         """See gem_data.interface.Loader."""

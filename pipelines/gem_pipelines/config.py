@@ -121,6 +121,9 @@ class DataConfig:
     max_quarantined_rows: int = 0
     """How many rows of a run may be lost to row groups that are damaged or hold bad values; such a group is left out
     whole, counted and written down. 0: the first stops the run. Above 0 the survey before the run is left out."""
+    stream_seconds: int | None = None
+    """Train in the order of time: windows of at least so many seconds one after the other, each evaluated on the next,
+    strictly later one before that is trained. Row groups must be in the order of time. None: shuffled epochs."""
     drop_last: bool = False
     """Drop the smaller last batch of an epoch."""
     prefetch: int = 2
@@ -130,7 +133,7 @@ class DataConfig:
         check_types(self, "data")
         _at_least("data", 1, global_batch_size=self.global_batch_size, accumulate=self.accumulate)
         _at_least("data", 1, window_groups=self.window_groups, logical_shards=self.logical_shards)
-        _at_least("data", 1, max_length=self.max_length)
+        _at_least("data", 1, max_length=self.max_length, stream_seconds=self.stream_seconds)
         _at_least("data", 0, prefetch=self.prefetch, max_quarantined_rows=self.max_quarantined_rows)
         if self.stochastic_length is not None and not 1 <= self.stochastic_length <= 2:
             raise ConfigError(f"data.stochastic_length is {self.stochastic_length}, expected 1 to 2, or None")
@@ -397,6 +400,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "")
+        if self.data.stream_seconds is not None and self.train.epochs != 1:
+            raise ConfigError(
+                f"train.epochs is {self.train.epochs}; with data.stream_seconds data are read once: use 1"
+            )
         every = self.parallel.table_sync_every
         if every > 1 and (self.data.accumulate > 1 or self.train.checkpoint_every % every):
             raise ConfigError(

@@ -15,6 +15,7 @@ from typing import Any
 
 from gem_data.api import build_loader, inspect_dataset, read_schema
 from gem_data.interface import CostModel, Loader, LoaderConfig, Schema
+from gem_data.streaming import StreamingLoader
 
 from gem_pipelines.balance import BalancedLoader
 from gem_pipelines.checkpoint_start import start_from
@@ -33,6 +34,7 @@ from gem_pipelines.runtime import Runtime, start_runtime
 from gem_pipelines.supervision import supervise
 from gem_pipelines.trainer import Trainer
 from gem_pipelines.watchdog import record_collectives
+from gem_pipelines.windows import total_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,14 +196,19 @@ def training_loader(
     config: RunConfig, *, data: Path, cost: CostModel, runtime: Runtime, quarantine: Quarantine
 ) -> Loader:
     """The loader of a run, with its balance. A collective: every rank calls it at the same time."""
-    loader = build_loader(
-        data,
-        split="train",
-        config=loader_config(config, cost),
-        rank=runtime.rank,
-        world_size=runtime.world_size,
-        on_damage=quarantine.hear if config.data.max_quarantined_rows else None,
-    )
+    settings = {
+        "split": "train",
+        "config": loader_config(config, cost),
+        "rank": runtime.rank,
+        "world_size": runtime.world_size,
+        "on_damage": quarantine.hear if config.data.max_quarantined_rows else None,
+    }
+    seconds = config.data.stream_seconds
+    loader: Loader
+    if seconds is None:
+        loader = build_loader(data, **settings)
+    else:
+        loader = StreamingLoader(data, seconds=seconds, **settings)
     balance = config.balance
     if balance.method != "global" or runtime.world_size == 1:
         return loader
@@ -224,8 +231,7 @@ def build(
     cost = load_model(config.balance, schema, config.model)
     quarantine = Quarantine()
     loader = training_loader(config, data=data, cost=cost, runtime=runtime, quarantine=quarantine)
-    steps_per_epoch = -(-loader.batches_per_epoch // config.data.accumulate)
-    total_steps = config.train.steps or config.train.epochs * steps_per_epoch
+    steps = total_steps(loader, config)
     parallel = parallelize(
         build_model(schema, config.model, seed=config.train.seed),
         table_specs(schema, config.model),
@@ -235,13 +241,13 @@ def build(
         runtime=runtime,
         rows_per_rank=-(-config.data.global_batch_size // runtime.world_size),
     )
-    trainer = Trainer(parallel, schema=schema, config=config, runtime=runtime, total_steps=total_steps, cost=cost)
+    trainer = Trainer(parallel, schema=schema, config=config, runtime=runtime, total_steps=steps, cost=cost)
     return Job(
         trainer=trainer,
         loader=loader,
         data=data,
         directory=directory,
-        total_steps=total_steps,
+        total_steps=steps,
         lock=lock,
         quarantine=quarantine,
     )

@@ -36,6 +36,7 @@ from gem_pipelines.spikes import SpikeWatch
 from gem_pipelines.supervision import Supervision
 from gem_pipelines.timing import PartClock
 from gem_pipelines.trainer import Trainer
+from gem_pipelines.windows import ends_epoch, epoch_of, evaluate_next_window, evaluates_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,8 @@ class Job:
         try:
             if resumed_from is not None and self._misses_evaluation():
                 self._evaluate()
+            if resumed_from is not None and self._lacks("progressive"):
+                self._evaluate_window()
             steps = self._steps()
             while self.trainer.position.step < self.total_steps:
                 self._one_step(steps, peak)
@@ -189,7 +192,7 @@ class Job:
         coming, self._announced = self._announced or self._fetch(steps), None
         if isinstance(coming, ValueError):
             self.trainer.stop_together(coming)
-        self.trainer.position.epoch = coming[0].step // self.loader.batches_per_epoch
+        self.trainer.position.epoch = epoch_of(self.loader, coming[0])
         return coming
 
     def _fetch(self, steps: Iterator[list[Batch]]) -> list[Batch] | ValueError:
@@ -207,8 +210,8 @@ class Job:
         another epoch or the end, which then find no step begun.
         """
         step = self.trainer.position.step + 1
-        ends_epoch = (batches[-1].step + 1) % self.loader.batches_per_epoch == 0
-        if not self.config.parallel.overlap or ends_epoch or self._saves_at(step) or self._evaluates_at(step):
+        ends = ends_epoch(self.loader, batches[-1])
+        if not self.config.parallel.overlap or ends or self._saves_at(step) or self._evaluates_at(step):
             return None
         self._announced = self._fetch(steps)
         return self._announced
@@ -277,6 +280,7 @@ class Job:
         self._record_saves()
         if self._evaluates_at(step):
             self._evaluate()
+        self._evaluate_window()
 
     def _saves_at(self, step: int) -> bool:
         every = self.config.train.checkpoint_every
@@ -307,8 +311,24 @@ class Job:
         finished run is evaluated once more, for the outcome.
         """
         step = self.trainer.position.step
-        done = self.runtime.from_main(str(int(self.directory.has_evaluation(step)) if self.runtime.is_main else 0))
-        return step > 0 and self._evaluates_at(step) and (done == "0" or step == self.total_steps)
+        return step > 0 and self._evaluates_at(step) and (self._lacks("eval") or step == self.total_steps)
+
+    def _lacks(self, kind: str) -> bool:
+        """Whether metrics.jsonl has no evaluation of this kind at the present step. A collective."""
+        main, step = self.runtime.is_main, self.trainer.position.step
+        return self.runtime.from_main(str(int(main and self.directory.has_evaluation(step, kind=kind)))) == "0"
+
+    def _evaluate_window(self) -> None:
+        """At the end of a window of time: how well the model predicts the next one."""
+        stream = evaluates_window(self.loader)
+        if stream is None:
+            return
+        config = self._evaluation_config()
+        record = evaluate_next_window(stream, self.trainer, config=config, supervision=self.supervision)
+        if record is not None:
+            self._write(record)
+            window = record["time_window"]
+            self.display.say(f"window {window['trained']} trained, predicted {window['evaluated']}: {_figures(record)}")
 
     def _evaluate(self) -> None:
         self.supervision.enter("evaluate", step=self.trainer.position.step)
@@ -332,10 +352,7 @@ class Job:
             evaluate.write_predictions(self.directory.predictions_file(step), predictions, tasks)
         self._last_eval = evaluate.evaluation_record(predictions, tasks=tasks, step=step, started=started)
         self._write(self._last_eval)
-        figures = "  ".join(
-            f"{t} NE {_show(m['ne'])} AUC {_show(m['auc'])}" for t, m in self._last_eval["tasks"].items()
-        )
-        self.display.say(f"evaluated at step {step}: {figures}")
+        self.display.say(f"evaluated at step {step}: {_figures(self._last_eval)}")
 
     def _evaluation_config(self) -> LoaderConfig:
         data = self.config.data
@@ -395,6 +412,10 @@ class Job:
     def _write(self, record: dict[str, Any]) -> None:
         if self._sinks is not None:
             self._sinks.write(record)
+
+
+def _figures(record: dict[str, Any]) -> str:
+    return "  ".join(f"{t} NE {_show(m['ne'])} AUC {_show(m['auc'])}" for t, m in record["tasks"].items())
 
 
 def _show(value: float | None) -> str:

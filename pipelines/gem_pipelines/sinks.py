@@ -8,8 +8,8 @@ from typing import Any
 
 from gem_pipelines.rundir import RunDirectory, json_line
 
-_STEP_KINDS = ("train", "eval")
-_NOT_CURVES = ("kind", "step", "time")
+_STEP_KINDS = ("train", "eval", "progressive")
+_NOT_CURVES = ("kind", "step", "time", "time_window")
 
 
 class Sinks:

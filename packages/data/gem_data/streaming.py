@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gem_data.interface import Batch, DataError, LoaderConfig
-from gem_data.loader import ArrowLoader
+from gem_data.loader import ArrowLoader, OnDamage
 from gem_data.schema import read_schema
 from gem_data.shards import Shards
 
@@ -105,7 +105,10 @@ class StreamingLoader:
     """gem_data.interface.Loader over time windows: epoch n is window n, and after the last there are no more.
 
     windows                           all of them
+    batches_by_window                 global batches of each
     window                            index of the one that is read now
+    first_step                        step of its first batch
+    at_edge                           whether it has been trained to its end
     rows_per_epoch, batches_per_epoch of that window
     """
 
@@ -118,11 +121,17 @@ class StreamingLoader:
         split: str = "train",
         rank: int = 0,
         world_size: int = 1,
+        on_damage: OnDamage | None = None,
     ) -> None:
-        """Reads footers. Raises DataError or ValueError as ArrowLoader and time_windows do."""
+        """Reads footers. Raises DataError or ValueError as ArrowLoader and time_windows do.
+
+        on_damage: as in build_loader, for what is trained; `later` loaders have none
+        """
         self._directory, self._split, self._config = directory, split, config
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._on_damage = rank, world_size, on_damage
         self.windows = time_windows(directory, split=split, seconds=seconds)
+        size, up = config.global_batch_size, not config.drop_last
+        self.batches_by_window = tuple((window.rows + up * (size - 1)) // size for window in self.windows)
         self.window, self._offset, self._trained = 0, 0, 0
         self._inner = self._open(0)
         self.schema = self._inner.schema
@@ -136,6 +145,16 @@ class StreamingLoader:
     def batches_per_epoch(self) -> int:
         """Global batches of the present window."""
         return self._inner.batches_per_epoch
+
+    @property
+    def first_step(self) -> int:
+        """Step of the first batch of the present window."""
+        return self._offset
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether every batch of the present window is trained."""
+        return self._trained == self.batches_per_epoch
 
     def epoch(self) -> Iterator[Batch]:
         """What is left of the present window; of the next one, if the present one has been trained to its end.
@@ -213,6 +232,7 @@ class StreamingLoader:
             rank=self._rank,
             world_size=self._world_size,
             only=self.windows[window].groups,
+            on_damage=self._on_damage if config is None else None,
         )
 
     def _described(self) -> list[list[int]]:

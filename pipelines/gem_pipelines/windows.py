@@ -1,0 +1,86 @@
+"""Training in the order of time: where a window ends, how many steps there are, and the evaluation on what comes next.
+
+With data.stream_seconds the epochs of the loader are windows of time (gem_data.streaming). At the end of each window,
+after the checkpoint of that step, the model is evaluated on the next one, every row of which is strictly later and
+which it has not seen: progressive evaluation. All windows together are one pass over the data, epoch 0.
+
+A record of metrics.jsonl for each: {"kind": "progressive", "step", "time_window": {"trained": 3, "evaluated": 4,
+"first", "last"} (seconds of the evaluated one), "samples", "tasks", "seconds"}.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from gem_data.interface import Batch, Loader, LoaderConfig
+from gem_data.streaming import StreamingLoader
+
+from gem_pipelines import evaluate
+from gem_pipelines.balance import BalancedLoader
+from gem_pipelines.config import RunConfig
+from gem_pipelines.errors import ConfigError
+from gem_pipelines.supervision import Supervision
+from gem_pipelines.trainer import Trainer
+
+
+def streaming(loader: Loader) -> StreamingLoader | None:
+    """The streaming loader that `loader` is, or balances; None where it reads in another order."""
+    inner = loader.inner if isinstance(loader, BalancedLoader) else loader
+    return inner if isinstance(inner, StreamingLoader) else None
+
+
+def total_steps(loader: Loader, config: RunConfig) -> int:
+    """Optimizer steps of the run. A group of micro-batches does not reach into the next epoch or window.
+
+    Raises ConfigError where a stream has fewer than train.steps.
+    """
+    accumulate, stream = config.data.accumulate, streaming(loader)
+    if stream is None:
+        return config.train.steps or config.train.epochs * -(-loader.batches_per_epoch // accumulate)
+    held = sum(-(-batches // accumulate) for batches in stream.batches_by_window)
+    if (config.train.steps or 0) > held:
+        raise ConfigError(
+            f"train.steps is {config.train.steps}; the {len(stream.windows)} windows of data.stream_seconds "
+            f"{config.data.stream_seconds} hold {held} steps, and a stream is read once: lower it or leave it out"
+        )
+    return config.train.steps or held
+
+
+def epoch_of(loader: Loader, batch: Batch) -> int:
+    """0-based pass over the data that `batch` belongs to."""
+    return 0 if streaming(loader) is not None else batch.step // loader.batches_per_epoch
+
+
+def ends_epoch(loader: Loader, batch: Batch) -> bool:
+    """Whether `batch`, the last that was handed out, is the last of its epoch or window."""
+    stream = streaming(loader)
+    first = 0 if stream is None else stream.first_step
+    return (batch.step + 1 - first) % loader.batches_per_epoch == 0
+
+
+def evaluates_window(loader: Loader) -> StreamingLoader | None:
+    """The streaming loader where it has trained a window to its end, and another one follows."""
+    stream = streaming(loader)
+    return stream if stream is not None and stream.at_edge and stream.window + 1 < len(stream.windows) else None
+
+
+def evaluate_next_window(
+    stream: StreamingLoader, trainer: Trainer, *, config: LoaderConfig, supervision: Supervision
+) -> dict[str, Any] | None:
+    """The "progressive" record of the window after the one that was trained; None on other ranks than 0."""
+    started, step = time.perf_counter(), trainer.position.step
+    supervision.enter("evaluate", step=step)
+    loader = stream.later(config)
+    assert loader is not None
+    try:
+        watched = supervision.evaluating(loader, step=step)
+        found = evaluate.predict(trainer.parallel, watched, schema=trainer.schema, runtime=trainer.runtime)
+    finally:
+        loader.close()
+    if not trainer.runtime.is_main:
+        return None
+    after = stream.windows[stream.window + 1]
+    record = evaluate.evaluation_record(found, tasks=trainer.tasks, step=step, started=started)
+    window = {"trained": stream.window, "evaluated": after.index, "first": after.first, "last": after.last}
+    return {**record, "kind": "progressive", "time_window": window}

@@ -1,0 +1,150 @@
+"""A job in the order of time: train a window, predict the strictly later one, resume on either side of an edge."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pyarrow.parquet as pq
+import pytest
+from gem_data.api import events_cost, read_schema, write_dataset
+from gem_data.interface import LoaderConfig
+from gem_data.streaming import StreamingLoader, time_windows
+from gem_pipelines.balance import BalancedLoader
+from gem_pipelines.errors import ConfigError
+from gem_pipelines.job import build
+from gem_pipelines.ledger import verify_ledger
+from gem_pipelines.rundir import RunDirectory, read_records
+from gem_pipelines.windows import ends_epoch, evaluates_window, streaming
+
+SECONDS = 200_000
+FIGURES = ("step", "epoch", "samples", "tokens", "loss", "grad_norm")
+
+
+@pytest.fixture(scope="module")
+def log(debug_data, tmp_path_factory):
+    """The small data in row groups of 20 rows, which a log that is written as it comes has."""
+    directory, schema = tmp_path_factory.mktemp("log") / "log", read_schema(debug_data)
+    tables = {file.split: pq.read_table(debug_data / file.path) for file in schema.files}
+    write_dataset(directory, schema, tables, rows_per_group=20)
+    return directory
+
+
+@pytest.fixture
+def make_stream(runtime, log, debug_config, tmp_path):
+    def make(name, *, create=True, **sections):
+        data = {"stream_seconds": SECONDS, **sections.pop("data", {})}
+        config = debug_config(data=data, train={"steps": None, **sections.pop("train", {})}, **sections)
+        directory = RunDirectory(tmp_path / name)
+        if create:
+            directory.create(config, command="test")
+        return build(config, data=log, directory=directory, runtime=runtime)
+
+    return make
+
+
+def records(job, kind):
+    return [r for r in read_records(job.directory.metrics_file) if r["kind"] == kind]
+
+
+def figures(job):
+    return [tuple(r[name] for name in FIGURES) for r in records(job, "train")]
+
+
+def progress(job):
+    return [(r["step"], r["time_window"], r["samples"], r["tasks"]) for r in records(job, "progressive")]
+
+
+@pytest.fixture(scope="module")
+def windows(log):
+    return time_windows(log, seconds=SECONDS)
+
+
+def edges(windows, batch=32, accumulate=1):
+    """Step at which each window ends."""
+    return list(itertools.accumulate(math.ceil(math.ceil(w.rows / batch) / accumulate) for w in windows))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_every_window_is_trained_and_predicts_the_next(make_stream, windows, log, accumulate):
+    """The windows' edges are the evaluations' steps; all rows are trained once, and predictions are of later rows."""
+    assert len(windows) >= 3
+    job = make_stream("run", data={"accumulate": accumulate, "prefetch": 2}, train={"ledger": True})
+    job.train(resumed_from=None, survey=None)
+    ends = edges(windows, accumulate=accumulate)
+    assert [(step, w["trained"], w["evaluated"], rows) for step, w, rows, _ in progress(job)] == [
+        (end, w.index, w.index + 1, after.rows) for end, w, after in zip(ends, windows, windows[1:], strict=False)
+    ]
+    assert all(
+        step["time_window"]["first"] > windows[step["time_window"]["trained"]].last
+        for step in records(job, "progressive")
+    )
+    assert figures(job)[-1][:3] == (ends[-1], 0, 320)
+    found = verify_ledger(job.directory.path / "ledger", log)
+    assert (found.trained, found.twice, found.lost) == (320, (), ())
+    assert [r["step"] for r in records(job, "eval")] == [ends[-1]]
+
+
+def test_a_prediction_is_made_by_a_model_that_has_not_seen_the_window(make_stream, windows, log):
+    """The figures of the first edge are those of a model that trained exactly the first window."""
+    from gem_pipelines import evaluate
+
+    whole, first = make_stream("whole"), make_stream("first", train={"steps": edges(windows)[0]})
+    whole.train(resumed_from=None, survey=None)
+    first.train(resumed_from=None, survey=None)
+    config = LoaderConfig(global_batch_size=7, shuffle=False)
+    loader = StreamingLoader(log, seconds=SECONDS, config=config).later(config)
+    predictions = evaluate.predict(first.trainer.parallel, loader, schema=first.schema, runtime=first.runtime)
+    wanted = evaluate.evaluation_record(predictions, tasks=first.trainer.tasks, step=0, started=0.0)["tasks"]
+    for task, found in progress(whole)[0][3].items():
+        assert found == pytest.approx(wanted[task], rel=1e-5)  # float32 logits of another batch size
+
+
+@pytest.mark.parametrize(
+    "offset", [pytest.param(-1, marks=pytest.mark.slow), 0, pytest.param(1, marks=pytest.mark.slow)]
+)
+def test_resuming_around_an_edge_is_the_run_that_went_through(make_stream, state_of, windows, offset):
+    """Stopped one step before, at, and after the second edge, with the prediction of that step not yet made."""
+    straight = make_stream("straight")
+    straight.train(resumed_from=None, survey=None)
+    stop = edges(windows)[1] + offset
+    stopped = make_stream("stopped")
+    total, stopped.total_steps = stopped.total_steps, stop
+    stopped._evaluate_window = lambda original=stopped._evaluate_window: (
+        original() if stopped.trainer.position.step < stop else None
+    )
+    stopped.train(resumed_from=None, survey=None)
+    again = make_stream("stopped", create=False)
+    assert again.total_steps == total
+    assert again.restore_latest() == stop
+    again.directory.forget_after(stop)
+    again.train(resumed_from=stop, survey=None)
+    assert figures(again) == figures(straight)
+    assert progress(again) == progress(straight)
+    assert state_of(again) == state_of(straight)
+
+
+def test_a_balanced_stream_is_a_stream(runtime, log, windows):
+    """Its batches per window are those of the window it is in, not of the one that it began with."""
+    inner = StreamingLoader(log, seconds=SECONDS, config=LoaderConfig(global_batch_size=9, prefetch=0))
+    loader = BalancedLoader(inner, cost=events_cost(inner.schema), runtime=runtime, global_batch_size=9)
+    assert streaming(loader) is inner
+    ended = []
+    for _ in windows:
+        for batch in loader.epoch():
+            loader.mark_trained(batch)
+            if ends_epoch(loader, batch):
+                ended.append(batch.step + 1)
+            at_edge = ended[-1:] == [batch.step + 1] and batch.step + 1 < edges(windows, batch=9)[-1]
+            assert (evaluates_window(loader) is not None) == at_edge
+    assert ended == edges(windows, batch=9)
+    loader.close()
+
+
+def test_what_a_stream_cannot_do_is_a_config_error(make_stream, debug_config, windows):
+    with pytest.raises(ConfigError, match=r"train\.steps is 999; the \d+ windows .* read once"):
+        make_stream("long", train={"steps": 999})
+    with pytest.raises(ConfigError, match=r"train\.epochs is 2; with data\.stream_seconds"):
+        debug_config(data={"stream_seconds": 5}, train={"epochs": 2})
+    with pytest.raises(ConfigError, match=r"data\.stream_seconds is 0, expected at least 1"):
+        debug_config(data={"stream_seconds": 0})
