@@ -22,6 +22,7 @@ FAST = (
     "tiles-paired",
     "tiles-by-prefix-sum",
     "halves-of-tiles",
+    "bias-over-many-tiles-causal",
 )
 TIMEOUT_S = 900
 
@@ -133,6 +134,57 @@ def _halves_of_tiles():
                 assert rows[:, mid : min(top, length)].all(), case
 
 
+def _bias_over_many_tiles(mask, counts):
+    """Tables and their gradients where samples span several tiles, so that runs down a diagonal have several steps;
+    times that go up and down, far apart and equal, so that a tile spans no, one and many buckets."""
+    import torch
+    from gem_attention import api
+    from gem_attention.interface import AttentionSpec, BiasSpec, MaskSpec, TimeBuckets
+
+    lengths = (150, 1, 0, 70)
+    generator = torch.Generator().manual_seed(7)
+    bias = BiasSpec(where="inside_scale", max_positions=150, time=TimeBuckets(count=40))
+    spec = AttentionSpec(activation="silu", scale=0.2, divisor=16.0, mask=MaskSpec(**mask), bias=bias)
+    gaps = torch.randint(0, 3, (sum(lengths),), generator=generator) * 7 ** torch.randint(
+        0, 6, (sum(lengths),), generator=generator
+    )
+    gaps[40:44] = torch.tensor([-3000, 5, -1, 2])
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    layout = api.make_layout(q_offsets=offsets, timestamps=gaps.cumsum(0), **counts)
+    tensors = [torch.randn(sum(lengths), 2, 16, generator=generator).half() for _ in range(4)]
+    tables = [torch.randn(n, width, generator=generator) for n, width in ((1, 299), (2, 40))]
+
+    def gradients(impl, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (*tensors[:3], *tables)]
+        q, k, v, position, time = leaves
+        out = api.attention(q, k, v, spec=spec, layout=layout, position_table=position, time_table=time, impl=impl)
+        out.backward(tensors[3].to(dtype))
+        return [out, *(x.grad for x in leaves)]
+
+    exact = gradients("reference", torch.float64)
+    for got, want in zip(gradients("triton", torch.float16), exact, strict=True):
+        error = (got.double() - want).abs().max() / want.abs().max()
+        assert error < 4e-3, error.item()
+
+
+def _bias_checks():
+    from functools import partial
+
+    import torch
+
+    targets, context = torch.tensor([5, 0, 0, 9]), torch.tensor([4, 0, 0, 2])
+    cases = {
+        "causal": ({"causal": True, "targets": True}, {"num_targets": targets}),
+        "window": ({"window": 40}, {}),
+        "none": ({}, {}),
+        "context": (
+            {"causal": True, "targets": True, "context": True, "window": 30},
+            {"num_targets": targets, "num_context": context},
+        ),
+    }
+    return {f"bias-over-many-tiles-{name}": partial(_bias_over_many_tiles, *case) for name, case in cases.items()}
+
+
 def main(names: list[str]) -> None:
     from functools import partial
 
@@ -143,6 +195,7 @@ def main(names: list[str]) -> None:
     attention = partial(api.attention, impl="triton")
     checks = {str(c): partial(c, attention) for c in conformance(Quirks(dtypes=(torch.float16,)))} | _tile_checks()
     checks["halves-of-tiles"] = _halves_of_tiles
+    checks |= _bias_checks()
     results = {}
     for name in names or checks:
         try:

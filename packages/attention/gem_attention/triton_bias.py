@@ -1,19 +1,17 @@
-"""The additive bias in the Triton kernels: looked up without search, its gradients summed without atomics.
+"""The additive bias in the Triton kernels: what a tile of scores starts from or is added to.
 
-By position. The table arrives as float32, padded by `PAD` zeros on either side, so a pair's place is j - i plus a
-constant, never clamped; neighbouring threads read neighbouring words. Gradient: row i of a tile of dS is turned by i
-(one gather through the columns), after which every diagonal of the tile is a column; two column sums (three where the
-tile is higher than wide) are all that leaves it.
+By position. A tile's bias depends on j - i alone. Once a call the table is written out as rows of `expanded`, row r
+holding the table moved r places to the right: a tile is then a plain rectangle of it, read with wide loads or by the
+copy engine and pipelined like a tile of K (8191 positions in bfloat16: 1 MB, which stays in the L2 cache). The table
+keeps its dtype, so nothing is rounded. For scores formed transposed the same is done with the table turned round.
 
 By time. A tile of histories spans few buckets: the least and greatest |dt| of a tile follow from the ends of its rows'
 and columns' times, the bucket of the least one is found once for the tile, and each boundary up to the greatest costs
-one comparison and one selection a pair. Gradient: the same walk with a masked row sum in the place of the selection.
-Cost: 2 instructions a pair and boundary inside the tile, forward; 3, gradient. At logarithmic buckets of step 0.3 and
-sorted times, tiles next to the diagonal span about 15 buckets, others 1 to 4; unsorted times cost more and stay right.
+one comparison and one selection a pair. The ends are found ahead, by `time_sides_kernel`, for a tile that begins at
+any token, so the loop holds no reduction. At logarithmic buckets of step 0.3 and sorted times, tiles next to the
+diagonal span about 15 buckets, others 1 to 4; unsorted times cost more and stay right.
 
-A program owns a buffer for each table and adds its sums to it with plain loads and stores; the host sums the buffers.
-The order of all sums is fixed by the layout, so gradients repeat bit for bit. For this dq_kernel runs as a fixed number
-of programs that take tiles in turn, and a program keeps to one head.
+The gradients of the tables are in `triton_tables`.
 
 Times are the low 32 bits of the int64 seconds, relative to the sequence's first: exact while a sample's times span less
 than 2^31 - 1 s (68 years), which `make_layout` checks.
@@ -28,27 +26,35 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gem_attention.interface import TimeBuckets
 from gem_attention.masks import time_boundaries
 from gem_attention.triton_common import dot
+from gem_attention.triton_config import KernelSpec
 
 PAD = 128  # rows and columns that tiles reach past a sequence's end: at most one tile
+_PAST_LAST = 1  # words after the last boundary and weight, so that the next one may always be read
 _MAX_INT32 = 2**31 - 1
 
 
 class Tables(NamedTuple):
-    """position: (Hb, width) float32, padded; time: (Hb, K) float32; *_part: float32 sums of dS, (programs, width) and
-    (programs, K, block_m); *_group: query heads that share a row; center: the place of j = i."""
+    """What the kernels read of the tables (None: there is none).
 
-    position: Tensor | None
-    time: Tensor | None
-    position_part: Tensor | None
-    time_part: Tensor | None
-    position_group: int
-    time_group: int
-    width: int
-    center: int
+    rows: (Hb * R, width), row r of a head the position table moved r places; None where it travels as a descriptor.
+    center: the column of row 0 for j = i. time: (Hb, K + 1) float32. times: (6, span) int32 a token: row time, least
+    and greatest row time of the tile that begins here, and the same three for columns. *_group: query heads that
+    share a row.
+    """
+
+    rows: Any
+    time: Any
+    times: Any
+    position_group: Any
+    time_group: Any
+    width: Any
+    center: Any
+    span: Any
 
 
 # ------------------------------------------------------------------------------------------------ kernels
@@ -63,30 +69,57 @@ class Side(NamedTuple):
     greatest: tl.tensor
 
 
+@triton.jit(do_not_specialize=["span"])
+def time_sides_kernel(times, low_words, tiles, span, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write `Tables.times` for one tile of tokens; a row's time is that of what follows it. Grid: (tiles,)."""
+    at = tiles + 8 * tl.program_id(0).to(tl.int64)
+    if tl.load(at) < 0:
+        return
+    e = tl.load(at + 1) + tl.arange(0, BLOCK)
+    start = tl.load(at + 4).to(tl.int64)
+    length = tl.load(at + 5)
+    source = low_words + 2 * start
+    zero = tl.load(source)
+    last = length - 1
+    own = tl.load(source + 2 * tl.minimum(e, last)) - zero
+    next_one = tl.load(source + 2 * tl.minimum(e + 1, last)) - zero
+    at_rows = tl.minimum(e[:, None] + (1 + tl.arange(0, ROWS))[None, :], last)
+    ahead = tl.load(source + 2 * at_rows) - zero
+    row_least, row_greatest = tl.min(ahead, 1), tl.max(ahead, 1)
+    at_columns = tl.minimum(e[:, None] + tl.arange(0, COLUMNS)[None, :], last)
+    ahead = tl.load(source + 2 * at_columns) - zero
+    least, greatest = tl.min(ahead, 1), tl.max(ahead, 1)
+    to = times + start + e
+    inside = e < length
+    span = span.to(tl.int64)
+    tl.store(to, next_one, mask=inside)
+    tl.store(to + span, row_least, mask=inside)
+    tl.store(to + 2 * span, row_greatest, mask=inside)
+    tl.store(to + 3 * span, own, mask=inside)
+    tl.store(to + 4 * span, least, mask=inside)
+    tl.store(to + 5 * span, greatest, mask=inside)
+
+
 @triton.jit
-def _side(first, ahead, k_start, rules, batch, SIZE: tl.constexpr, C: tl.constexpr):
-    """Positions first .. first + SIZE with the times of those `ahead` further on, inside the sequence."""
+def _side(first, k_start, tables, SIZE: tl.constexpr, WHICH: tl.constexpr, C: tl.constexpr):
+    """The SIZE positions from `first`; past the sequence's end there are times of no meaning."""
     if C.time_bias != "":
-        last = tl.maximum(rules.length - 1, 0)
-        zero = tl.load(batch.timestamps + 2 * k_start.to(tl.int64))
-        at = first + ahead + tl.arange(0, SIZE)
-        at = (k_start + tl.minimum(tl.maximum(at, 0), last)).to(tl.int64)
-        t = tl.load(batch.timestamps + 2 * at) - zero
-        side = Side(first, t, tl.min(t, 0), tl.max(t, 0))
+        span = tables.span.to(tl.int64)
+        at = tables.times + 3 * WHICH * span + (k_start + first)
+        side = Side(first, tl.load(at + tl.arange(0, SIZE)), tl.load(at + span), tl.load(at + 2 * span))
     else:
         side = Side(first, 0, 0, 0)
     return side
 
 
 @triton.jit
-def row_side(p0, k_start, rules, batch, C: tl.constexpr):
-    """Rows use the time of what follows them."""
-    return _side(p0, 1, k_start, rules, batch, C.block_m, C)
+def row_side(p0, k_start, tables, C: tl.constexpr):
+    return _side(p0, k_start, tables, C.block_m, 0, C)
 
 
 @triton.jit
-def column_side(n0, k_start, rules, batch, C: tl.constexpr):
-    return _side(n0, 0, k_start, rules, batch, C.block_n, C)
+def column_side(n0, k_start, tables, C: tl.constexpr):
+    return _side(n0, k_start, tables, C.block_n, 1, C)
 
 
 @triton.jit
@@ -106,7 +139,7 @@ def time_bucket(dt, bounds, step, C: tl.constexpr):
 
 
 @triton.jit
-def _gaps(rows, columns, batch, numbers, TRANSPOSED: tl.constexpr, C: tl.constexpr):
+def gaps(rows, columns, batch, numbers, TRANSPOSED: tl.constexpr, C: tl.constexpr):
     """(|dt| of a tile's pairs, the greatest, the bucket of the least)."""
     if TRANSPOSED:
         gap = tl.abs(rows.time[None, :] - columns.time[:, None])
@@ -118,91 +151,63 @@ def _gaps(rows, columns, batch, numbers, TRANSPOSED: tl.constexpr, C: tl.constex
 
 
 @triton.jit
-def _walk(by_time, gap, farthest, bucket, weights, batch):
-    """From boundary to boundary, up to the greatest |dt|: what lies past one takes the next bucket's weight."""
-    bound = tl.load(batch.time_bounds + bucket + 1)
-    while bound <= farthest:
-        bucket += 1
-        by_time = tl.where(gap >= bound, tl.load(weights + bucket), by_time)
-        bound = tl.load(batch.time_bounds + bucket + 1)
-    return by_time
-
-
-@triton.jit
-def bias_of(rows, columns, head, batch, numbers, tables, TRANSPOSED: tl.constexpr, C: tl.constexpr):
-    """The bias of a tile, (M, N), or (N, M) if TRANSPOSED."""
-    # j - i = (first column - first row) + (known at compile time), so that only one address is worked out
+def position_bias(first_row, first_column, head, position, tables, TRANSPOSED: tl.constexpr, C: tl.constexpr):
+    """The position bias of a tile, (M, N), or (N, M) if TRANSPOSED, in the table's dtype."""
+    ROWS: tl.constexpr = C.block_n if TRANSPOSED else C.block_m
+    COLUMNS: tl.constexpr = C.block_m if TRANSPOSED else C.block_n
     if TRANSPOSED:
-        step = tl.arange(0, C.block_n)[:, None] - tl.arange(0, C.block_m)[None, :]
+        at = tables.center + first_row - first_column
     else:
-        step = tl.arange(0, C.block_n)[None, :] - tl.arange(0, C.block_m)[:, None]
-    bias = 0.0
-    if C.position_bias:
-        start = head // tables.position_group * tables.width + tables.center + columns.first - rows.first
-        bias = tl.load(tables.position + start + step)
-    if C.time_bias != "":
-        gap, farthest, bucket = _gaps(rows, columns, batch, numbers, TRANSPOSED, C)
-        weights = tables.time + head // tables.time_group * C.time_count
-        by_time = tl.zeros_like(step).to(tl.float32) + tl.load(weights + bucket)
-        if C.stages > 1:
-            # Triton pipelines a loop that holds a loop only where that is inside a branch; the branch costs registers
-            if tl.load(batch.time_bounds + bucket + 1) <= farthest:
-                by_time = _walk(by_time, gap, farthest, bucket, weights, batch)
-        else:
-            by_time = _walk(by_time, gap, farthest, bucket, weights, batch)
-        bias += by_time
+        at = tables.center + first_column - first_row
+    row = head // tables.position_group * ROWS
+    if C.query == "self":
+        at = tl.multiple_of(at, 16)  # the center and all tiles' sides are
+    if C.tma and C.query == "self":  # else the column is a multiple of nothing
+        bias = position.load([row, at])
+    else:
+        r = row + tl.arange(0, ROWS)
+        bias = tl.load(tables.rows + r[:, None] * tables.width + (at + tl.arange(0, COLUMNS))[None, :])
     return bias
 
 
 @triton.jit
-def biased_scores(a, b, rows, columns, head, batch, numbers, tables, TRANSPOSED: tl.constexpr, C: tl.constexpr):
-    """(x, scale) with scale * x the scores of the tile a b: a bias inside the scale is what the product starts from."""
+def add_time_bias(x, rows, columns, head, batch, numbers, tables, TRANSPOSED: tl.constexpr, C: tl.constexpr):
+    """x plus the time bias of its tile, (M, N), or (N, M) if TRANSPOSED.
+
+    The walk adds the weights' differences to x itself: a tile of its own would get another layout than a product has,
+    and change it in shared memory each time.
+    """
+    gap, farthest, bucket = gaps(rows, columns, batch, numbers, TRANSPOSED, C)
+    last = time_bucket(farthest, batch.time_bounds, numbers.time_step, C)
+    weights = tables.time + head // tables.time_group * (C.time_count + 1)
+    # the first boundary without asking whether it is in reach: most tiles have one
+    weight = tl.load(weights + bucket)
+    next_weight = tl.load(weights + bucket + 1)
+    x += tl.where(gap >= tl.load(batch.time_bounds + bucket + 1), next_weight, weight)
+    # Triton pipelines a loop that holds a loop only where that is inside a branch
+    if bucket + 1 < last:
+        for b in range(bucket + 2, last + 1):
+            weight = next_weight
+            next_weight = tl.load(weights + b)
+            x += tl.where(gap >= tl.load(batch.time_bounds + b), next_weight - weight, 0.0)
+    return x
+
+
+@triton.jit
+def biased_scores(a, b, rows, columns, head, batch, numbers, position, tables, TRANSPOSED: tl.constexpr,
+                  C: tl.constexpr):  # fmt: skip
+    """(x, scale) with scale * x the scores of the tile a b. The bias is worked out after the product is issued."""
     scale = numbers.scale
+    x = dot(a, b, C=C)
     if C.biased:
-        # before the product: no other tile of scores is in registers then
-        bias = bias_of(rows, columns, head, batch, numbers, tables, TRANSPOSED, C)
-        if C.bias_inside:
-            x = dot(a, b, bias, C=C)
-        else:
-            x = dot(a, b, C=C) * scale + bias
+        if not C.bias_inside:
+            x = x * scale
             scale = 1.0
-    else:
-        x = dot(a, b, C=C)
+        if C.time_bias != "":
+            x = add_time_bias(x, rows, columns, head, batch, numbers, tables, TRANSPOSED, C)
+        if C.position_bias:
+            x += position_bias(rows.first, columns.first, head, position, tables, TRANSPOSED, C).to(tl.float32)
     return x, scale
-
-
-@triton.jit
-def _add(at, value):
-    tl.store(at, tl.load(at) + value)
-
-
-@triton.jit
-def add_table_gradients(ds_MN, rows, columns, batch, numbers, tables, C: tl.constexpr):
-    """Add a tile of dS, zero where no pair is, to this program's buffers."""
-    program = tl.program_id(0).to(tl.int64)
-    if C.position_bias:
-        e_N = tl.arange(0, C.block_n)
-        turned = tl.arange(0, C.block_m)[:, None] + e_N[None, :]
-        turned_MN = tl.gather(ds_MN, turned % C.block_n, 1)
-        at = tables.position_part + program * tables.width + (tables.center + columns.first - rows.first) + e_N
-        for wrap in tl.static_range((C.block_m + C.block_n - 2) // C.block_n + 1):
-            part_N = tl.sum(tl.where(turned // C.block_n == wrap, turned_MN, 0.0), 0)
-            _add(at - wrap * C.block_n, part_N)
-    if C.time_bias != "":
-        gap, farthest, bucket = _gaps(rows, columns, batch, numbers, False, C)
-        at = tables.time_part + (program * C.time_count + bucket) * C.block_m + tl.arange(0, C.block_m)
-        above_M = tl.sum(ds_MN, 1)
-        bound = tl.load(batch.time_bounds + bucket + 1)
-        while bound <= farthest:
-            next_M = tl.sum(tl.where(gap >= bound, ds_MN, 0.0), 1)
-            _add(at, above_M - next_M)
-            above_M = next_M
-            bucket += 1
-            at += C.block_m
-            bound = tl.load(batch.time_bounds + bucket + 1)
-        _add(at, above_M)
-    # the next tile's sums may go to the same words, by other threads
-    tl.debug_barrier()
 
 
 # ------------------------------------------------------------------------------------------------ host
@@ -215,56 +220,57 @@ def time_bounds(buckets: TimeBuckets, device: torch.device) -> Tensor:
     return torch.tensor(bounds, dtype=torch.int32, device=device)
 
 
-def low_words(timestamps: Tensor) -> Tensor:
-    """int64 seconds as pairs of int32, the low word first."""
-    return timestamps.contiguous().view(torch.int32)
+def expanded(position_table: Tensor, rows: int, *, transposed: bool = False) -> tuple[Tensor, int]:
+    """((Hb * rows, width), center): row r holds the table moved r places to the right, zeros around it.
+
+    transposed: the table is turned round first. Example: table (1, 3) = a b c and rows 2: with the zeros left out, the
+    rows are "a b c 0" and "0 a b c", and center is the column of b in the first one.
+    """
+    table = position_table.flip(1) if transposed else position_table
+    pad = PAD + -(table.shape[1] // 2 + PAD) % 16  # center a multiple of 16
+    width = -(-(table.shape[1] + 2 * pad) // 16) * 16
+    padded = torch.nn.functional.pad(table, (pad + rows - 1, width - table.shape[1] - pad))
+    moved = padded.unfold(1, width, 1).flip(1).contiguous()
+    return moved.view(-1, width), table.shape[1] // 2 + pad
 
 
-def tables_of(position_table: Tensor | None, time_table: Tensor | None, heads: int, **parts: Any) -> Tables:
-    """The tables as the kernels read them; parts: position_part and time_part, for the kernel that sums gradients."""
-    position = time = None
-    if position_table is not None:
-        position = torch.nn.functional.pad(position_table.float(), (PAD, PAD))
-    if time_table is not None:
-        time = time_table.float().contiguous()
-    width = 0 if position is None else position.shape[1]
-    return Tables(
-        position=position,
-        time=time,
-        position_part=parts.get("position_part"),
-        time_part=parts.get("time_part"),
-        position_group=1 if position is None else heads // position.shape[0],
-        time_group=1 if time is None else heads // time.shape[0],
-        width=width,
-        center=width // 2,
+def time_sides(timestamps: Tensor, tiles: Tensor, c: KernelSpec, block: int) -> Tensor:
+    """`Tables.times` for the tiles of kernel c; tiles: records of all rows of k in tiles of `block`."""
+    span = -(-(timestamps.shape[0] + PAD) // 16) * 16
+    times = torch.zeros(6, span, dtype=torch.int32, device=timestamps.device)
+    low_words = timestamps.contiguous().view(torch.int32)  # int64 seconds as pairs of int32, the low word first
+    time_sides_kernel[(tiles.shape[0],)](
+        times, low_words, tiles, span, ROWS=c.block_m, COLUMNS=c.block_n, BLOCK=block, num_warps=4
     )
+    return times
 
 
-def programs_a_head(tiles: int, heads: int, device: torch.device) -> int:
-    """How many programs share the tiles of one head: two a multiprocessor in all; two in the interpreter."""
-    if device.type != "cuda":
-        return min(tiles, 2)
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(tiles, wanted // heads))
-
-
-def empty_parts(tables: Tables, programs: int, time_count: int, block_m: int, device: torch.device) -> Tables:
-    """The tables with zeroed buffers for `programs` programs."""
-    position = time = None
-    if tables.position is not None:
-        position = torch.zeros(programs, tables.width, dtype=torch.float32, device=device)
-    if tables.time is not None:
-        time = torch.zeros(programs, time_count, block_m, dtype=torch.float32, device=device)
-    return tables._replace(position_part=position, time_part=time)
-
-
-def summed_parts(tables: Tables, heads: int, factor: float) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients (Hb, P) and (Hb, K) float32; program p worked for head p % heads."""
-    position = time = None
-    if tables.position is not None and tables.position_part is not None:
-        by_head = tables.position_part.view(-1, heads, tables.width).sum(0)[:, PAD : tables.width - PAD]
-        position = by_head.view(tables.position.shape[0], -1, by_head.shape[1]).sum(1) * factor
-    if tables.time is not None and tables.time_part is not None:
-        by_head = tables.time_part.view(-1, heads, *tables.time_part.shape[1:]).sum((0, 3))
-        time = by_head.view(tables.time.shape[0], -1, by_head.shape[1]).sum(1) * factor
-    return position, time
+def tables_of(
+    position_table: Tensor | None,
+    time_table: Tensor | None,
+    times: Tensor | None,
+    c: KernelSpec,
+    *,
+    transposed: bool = False,
+) -> tuple[Any, Tables]:
+    """(the descriptor of the position table or None, the tables) as a kernel compiled for c reads them."""
+    rows = position = time = None
+    width = center = 0
+    if position_table is not None:
+        sides = (c.block_n, c.block_m) if transposed else (c.block_m, c.block_n)
+        rows, center = expanded(position_table, sides[0], transposed=transposed)
+        width = rows.shape[1]
+        if c.tma and c.query == "self":
+            position, rows = TensorDescriptor.from_tensor(rows, list(sides)), None
+    if time_table is not None:
+        time = torch.nn.functional.pad(time_table.float(), (0, _PAST_LAST))
+    return position, Tables(
+        rows=rows,
+        time=time,
+        times=times,
+        position_group=1 if position_table is None else c.heads // position_table.shape[0],
+        time_group=1 if time_table is None else c.heads // time_table.shape[0],
+        width=width,
+        center=center,
+        span=0 if times is None else times.shape[1],
+    )

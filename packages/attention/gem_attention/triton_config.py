@@ -160,7 +160,7 @@ def kernel_spec(
     )
 
 
-Kernel = Literal["forward", "dq", "dkv", "short"]
+Kernel = Literal["forward", "dq", "dkv", "tables", "short"]
 
 # (kernel, padded head dim) -> tiles. Chosen on an H200, see benchmarks/gpu/NOTES-attention.md.
 _TILES: dict[tuple[str, int], Tiles] = {
@@ -173,6 +173,9 @@ _TILES: dict[tuple[str, int], Tiles] = {
     ("dkv", 64): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
     ("dkv", 128): Tiles(block_m=64, block_n=64, warps=4, stages=2),
     ("dkv", 256): Tiles(block_m=32, block_n=64, warps=8, stages=2),
+    ("tables", 64): Tiles(block_m=64, block_n=64, warps=8, stages=2, tma=True),
+    ("tables", 128): Tiles(block_m=64, block_n=64, warps=8, stages=2, tma=True),
+    ("tables", 256): Tiles(block_m=32, block_n=32, warps=4, stages=2),
     ("short", 64): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
     ("short", 128): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
 }
@@ -185,18 +188,17 @@ _UNMASKED_TILES: dict[tuple[str, int], Tiles] = {
     ("dkv", 128): Tiles(block_m=32, block_n=64, warps=4, stages=4, tma=True),
 }
 
-# a bias and its gradients need registers of their own: narrower tiles, nothing in flight
+# a bias needs registers of its own: narrower tiles in the backward
 _BIAS_TILES: dict[tuple[str, int], Tiles] = {
-    ("dq", 128): Tiles(block_m=64, block_n=32, warps=4, stages=1),
-    ("dkv", 128): Tiles(block_m=32, block_n=64, warps=4, stages=1),
+    ("forward", 64): Tiles(block_m=64, block_n=64, warps=4, stages=2, tma=True),
+    ("forward", 128): Tiles(block_m=64, block_n=64, warps=4, stages=2, tma=True),
+    ("dq", 128): Tiles(block_m=64, block_n=32, warps=4, stages=2, tma=True),
+    ("dkv", 128): Tiles(block_m=32, block_n=64, warps=4, stages=2, tma=True),
 }
 
 
 def pick_tiles(kernel: Kernel, spec: AttentionSpec, *, dim: int, v_dim: int, float32: bool = False) -> Tiles:
-    """Tile sizes for a kernel and head dim; block masks get tiles of their block, float32 small tiles.
-
-    With a bias there is no pipeline: Triton would buffer each gathered tile in shared memory.
-    """
+    """Tile sizes for a kernel and head dim; block masks get tiles of their block, float32 small tiles."""
     if float32:
         return Tiles(block_m=32, block_n=32, warps=4, stages=1)
     mask, key = spec.mask, (kernel, max(64, padded_dim(max(dim, v_dim))))
@@ -209,7 +211,7 @@ def pick_tiles(kernel: Kernel, spec: AttentionSpec, *, dim: int, v_dim: int, flo
     if not pointwise:
         tiles = replace(tiles, registers=0)
     if spec.bias is not None:
-        tiles = replace(_BIAS_TILES.get(key, tiles), stages=1)
+        tiles = _BIAS_TILES.get(key, tiles)
     if mask.block == 64:
         tiles = replace(tiles, block_m=64, block_n=64)
     return tiles

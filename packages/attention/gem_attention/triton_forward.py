@@ -27,7 +27,7 @@ from gem_attention.triton_common import (
 
 
 @triton.jit
-def _step(acc_ME, top_M, sum_M, q_MD, n0, position_M, site, k, v, strides, rules, batch, numbers, tables,
+def _step(acc_ME, top_M, sum_M, q_MD, n0, position_M, site, k, v, strides, rules, batch, numbers, position, tables,
           MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Add one tile of columns. top_M and sum_M are the running maximum (base 2) and sum, softmax only."""
     k_start, kv_head, head, rows = site
@@ -35,8 +35,8 @@ def _step(acc_ME, top_M, sum_M, q_MD, n0, position_M, site, k, v, strides, rules
     column_N = n0 + tl.arange(0, C.block_n)
     i = position_M[:, None]
     j = column_N[None, :]
-    columns = column_side(n0, k_start, rules, batch, C)
-    x_MN, scale = biased_scores(q_MD, tl.trans(k_ND), rows, columns, head, batch, numbers, tables, False, C)
+    columns = column_side(n0, k_start, tables, C)
+    x_MN, scale = biased_scores(q_MD, tl.trans(k_ND), rows, columns, head, batch, numbers, position, tables, False, C)
     if C.softmax:
         x_MN = x_MN * (scale * LOG2E)
         if MASK:
@@ -58,7 +58,7 @@ def _step(acc_ME, top_M, sum_M, q_MD, n0, position_M, site, k, v, strides, rules
 
 
 @triton.jit
-def forward_kernel(q, k, v, out, lse, strides, batch, numbers, tables, C: tl.constexpr):
+def forward_kernel(q, k, v, out, lse, strides, batch, numbers, position, tables, C: tl.constexpr):
     """out (rows, H, E), lse (H, rows) float32, base e, softmax only. Grid: (tiles * heads,), heads fastest."""
     head = tl.program_id(0) % C.heads
     b, m0, at = read_tile(batch.tiles, tl.program_id(0) // C.heads, batch, C)
@@ -71,7 +71,7 @@ def forward_kernel(q, k, v, out, lse, strides, batch, numbers, tables, C: tl.con
     p1 = tl.minimum(m0 + C.block_m, at.q_length) + rules.first_position
     position_M = p0 + tl.arange(0, C.block_m)
     lo, mid, top, hi = key_range(p0, p1, rules, C)
-    site = (at.k_start, kv_head, head, row_side(p0, at.k_start, rules, batch, C))
+    site = (at.k_start, kv_head, head, row_side(p0, at.k_start, tables, C))
 
     acc_ME = tl.full([C.block_m, C.block_e], 0.0, tl.float32)
     top_M = tl.full([C.block_m], float("-inf"), tl.float32)
@@ -80,10 +80,10 @@ def forward_kernel(q, k, v, out, lse, strides, batch, numbers, tables, C: tl.con
         for t in tl.range(lo, hi - (top - mid), C.block_n, num_stages=C.stages):
             n0 = tl.where(t < mid, t, t + (top - mid))
             acc_ME, top_M, sum_M = _step(acc_ME, top_M, sum_M, q_MD, n0, position_M, site, k, v, strides, rules, batch,
-                                         numbers, tables, True, C)  # fmt: skip
+                                         numbers, position, tables, True, C)  # fmt: skip
     for n0 in tl.range(mid, top, C.block_n, num_stages=C.stages):
         acc_ME, top_M, sum_M = _step(acc_ME, top_M, sum_M, q_MD, n0, position_M, site, k, v, strides, rules, batch,
-                                     numbers, tables, False, C)  # fmt: skip
+                                     numbers, position, tables, False, C)  # fmt: skip
 
     row_M = m0 + tl.arange(0, C.block_m)
     if C.softmax:

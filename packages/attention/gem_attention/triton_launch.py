@@ -15,20 +15,14 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 
 from gem_attention.interface import AttentionSpec
 from gem_attention.triton_backward import dkv_kernel, dq_kernel, short_query_kernel
-from gem_attention.triton_bias import (
-    Tables,
-    empty_parts,
-    low_words,
-    programs_a_head,
-    summed_parts,
-    tables_of,
-    time_bounds,
-)
+from gem_attention.triton_bias import Tables, tables_of, time_bounds, time_sides
 from gem_attention.triton_config import Kernel, KernelSpec, Tiles, kernel_spec, pick_tiles
 from gem_attention.triton_forward import forward_kernel
+from gem_attention.triton_tables import empty_sums, programs_a_head, runs, summed, table_kernel
 from gem_attention.triton_tiles import Sequences, tile_list
 
 _TMA_ROWS = 2**30
+_TOKENS = 64  # a program of time_sides works on
 SHORT_QUERY_ROWS = (32, 64)  # what block_m of short_query_kernel can be
 
 
@@ -79,12 +73,11 @@ class Batch(NamedTuple):
     key_tiles: Tensor | None
     kv_index: Tensor | None
     kv_samples: Tensor | None
-    timestamps: Tensor | None
     time_bounds: Tensor | None
     divisor: Tensor | None
     seeds: int
     size: int
-    chunks: int  # broadcast queries: copies of dq; with a bias: tiles listed
+    chunks: int  # broadcast queries: copies of dq
 
 
 class Numbers(NamedTuple):
@@ -187,7 +180,6 @@ def batch_arguments(
         key_tiles=key_tiles,
         kv_index=p.kv_index,
         kv_samples=kv_samples,
-        timestamps=low_words(p.timestamps) if bounds is not None and p.timestamps is not None else None,
         time_bounds=bounds,
         divisor=p.divisor,
         seeds=p.q.shape[0] if spec.query == "broadcast" else 0,
@@ -196,8 +188,12 @@ def batch_arguments(
     )
 
 
-def _tables(p: Problem) -> Tables:
-    return tables_of(p.position_table, p.time_table, p.q.shape[1])
+def _tables(p: Problem, c: KernelSpec, *, transposed: bool = False) -> tuple[Any, Tables]:
+    """(descriptor of the position table or None, the other tables) for a kernel compiled for c."""
+    times = None
+    if c.time_bias and p.timestamps is not None:
+        times = time_sides(p.timestamps, key_tiles(p, _TOKENS), c, _TOKENS)
+    return tables_of(p.position_table, p.time_table, times, c, transposed=transposed)
 
 
 def _sequences(p: Problem) -> Sequences:
@@ -268,7 +264,7 @@ def forward(p: Problem, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
         Strides(q=_row_stride(q), k=_row_stride(k), v=_row_stride(v), out=_row_stride(out)),
         batch_arguments(p, tiles=listed),
         numbers,
-        _tables(p),
+        *_tables(p, c),
         C=c,
         **chosen.launch,
     )
@@ -301,26 +297,27 @@ def backward(
     p = p._replace(q=q, k=k, v=v)
     grads = empty_gradients(p)
     if do.numel() == 0 or k.shape[0] == 0:
-        for grad in grads:
-            if grad is not None:
-                grad.zero_()
-        return grads
+        for grad in (grads.dq, grads.dk, grads.dv):
+            grad.zero_()
+        position, time = (
+            None if t is None else torch.zeros(t.shape, dtype=torch.float32, device=t.device)
+            for t in (p.position_table, p.time_table)
+        )
+        return grads._replace(position=position, time=time)
     if short_queries and takes_short_queries(p):
         return short_query_backward(p, do, grads, short_queries, dkv_tiles)
     # rows of k that no sample reads get zero by the kernel itself: it visits every key tile
     delta = torch.empty_like(lse)
     grads = run_dq(p, do, out, lse, delta, grads=grads, tiles=_tiles_for(p, "dq", dq_tiles))
     run_dkv(p, do, lse, delta, grads, _tiles_for(p, "dkv", dkv_tiles))
+    if p.spec.bias is not None:
+        grads = run_tables(p, do, lse, delta, grads=grads, tiles=_tiles_for(p, "tables", None))
     return grads
 
 
 def empty_gradients(p: Problem) -> Gradients:
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.q, p.k, p.v))
-    position, time = (
-        None if t is None else torch.empty(t.shape, dtype=torch.float32, device=t.device)
-        for t in (p.position_table, p.time_table)
-    )
-    return Gradients(dq, dk, dv, position, time)
+    """Room for dq, dk and dv; the tables' gradients come from run_tables."""
+    return Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.q, p.k, p.v)), None, None)
 
 
 def _without_tma(tiles: Tiles, *tensors: Tensor) -> Tiles:
@@ -330,7 +327,7 @@ def _without_tma(tiles: Tiles, *tensors: Tensor) -> Tiles:
 def run_dq(
     p: Problem, do: Tensor, out: Tensor | None, lse: Tensor, delta: Tensor, *, grads: Gradients, tiles: Tiles
 ) -> Gradients:
-    """grads with dq, and with the gradients of the tables where there are any."""
+    """grads with dq; delta is filled for softmax."""
     tiles = _without_tma(tiles, p.q, p.k, p.v, do)
     c = compile_spec(p, tiles)
     if p.spec.query == "broadcast":
@@ -343,11 +340,7 @@ def run_dq(
         dq = grads.dq
         listed = query_tiles(p, c.block_m)
         programs, stride = listed.shape[0], _row_stride(dq)
-        batch = batch_arguments(p, tiles=listed, chunks=programs if c.biased else 0)
-    tables = _tables(p)
-    if c.biased:
-        programs = programs_a_head(programs, c.heads, p.q.device)
-        tables = empty_parts(tables, programs * c.heads, c.time_count, c.block_m, p.q.device)
+        batch = batch_arguments(p, tiles=listed)
     dq_kernel[(programs * c.heads,)](
         _reader(p.q, tiles, c.block_m, c.block_d),
         _reader(p.k, tiles, c.block_n, c.block_d),
@@ -367,16 +360,42 @@ def run_dq(
         ),
         batch,
         run_numbers(p),
-        tables,
+        *_tables(p, c),
         C=c,
         **tiles.launch,
     )
-    if c.biased:
-        numbers = run_numbers(p)
-        factor = numbers.gradient_scale if c.bias_inside else numbers.inverse_divisor
-        position, time = summed_parts(tables, c.heads, factor)
-        return grads._replace(position=position, time=time)
     return grads._replace(dq=dq.sum(0).to(p.q.dtype)) if p.spec.query == "broadcast" else grads
+
+
+def run_tables(p: Problem, do: Tensor, lse: Tensor, delta: Tensor, *, grads: Gradients, tiles: Tiles) -> Gradients:
+    """grads with the gradients of the bias tables; softmax: after run_dq, which fills delta."""
+    tiles = _without_tma(tiles, p.q, p.k, p.v, do)
+    c = compile_spec(p, tiles)
+    # with square tiles a causal mask without context leaves nothing right of the main diagonal
+    below = c.query == "self" and c.causal and not c.context
+    listed = runs(query_tiles(p, c.block_m), None if below else key_tiles(p, c.block_n))
+    programs = programs_a_head(listed.shape[0], c.heads, p.q.device) * c.heads
+    sums = empty_sums(p.position_table, p.time_table, programs, c)
+    numbers = run_numbers(p)
+    table_kernel[(programs,)](
+        _reader(p.q, tiles, c.block_m, c.block_d),
+        _reader(p.k, tiles, c.block_n, c.block_d),
+        _reader(p.v, tiles, c.block_n, c.block_e),
+        _reader(do, tiles, c.block_m, c.block_e),
+        lse,
+        delta,
+        Strides(q=_row_stride(p.q), k=_row_stride(p.k), v=_row_stride(p.v), do=_row_stride(do)),
+        batch_arguments(p, tiles=listed),
+        numbers,
+        *_tables(p, c),
+        sums,
+        listed.shape[0],
+        C=c,
+        **tiles.launch,
+    )
+    factor = numbers.gradient_scale if c.bias_inside else numbers.inverse_divisor
+    position, time = summed(sums, p.position_table, p.time_table, c.heads, factor)
+    return grads._replace(position=position, time=time)
 
 
 def run_dkv(p: Problem, do: Tensor, lse: Tensor, delta: Tensor, grads: Gradients, tiles: Tiles) -> None:
@@ -402,7 +421,7 @@ def run_dkv(p: Problem, do: Tensor, lse: Tensor, delta: Tensor, grads: Gradients
         ),
         batch_arguments(p, key_tiles=listed),
         run_numbers(p),
-        _tables(p),
+        *_tables(p, c, transposed=True),
         C=c,
         **tiles.launch,
     )
@@ -446,7 +465,7 @@ def short_query_backward(p: Problem, do: Tensor, grads: Gradients, rows: int, ti
         ),
         batch_arguments(p),
         run_numbers(p),
-        _tables(p),
+        _tables(p, c)[1],
         C=c,
         **tiles.launch,
     )
