@@ -93,7 +93,7 @@ class DataConfig:
     """What is read, and how rows become batches."""
 
     source: str = "synthetic"
-    """A directory with schema.json, or the name of a data set that is fetched or generated."""
+    """A directory with schema.json, a URL of one (through fsspec), or the name of a data set."""
     options: tuple[str, ...] = ()
     """Options of a named data set, as name=value."""
     cache: str = "data"

@@ -16,19 +16,24 @@ from pathlib import Path
 from typing import Any
 
 import gem_datasets
-from gem_data.api import read_schema, select, write_dataset
+from gem_data.api import data_path, read_schema, select, write_dataset
 from gem_data.interface import DataError, Schema
+from gem_data.remote import DataPath, RemotePath
 
 from gem_pipelines.config import DataConfig
 from gem_pipelines.errors import ConfigError, did_you_mean
 from gem_pipelines.runtime import Runtime
 
 
-def data_directory(config: DataConfig, *, runtime: Runtime, say: Callable[[str], None]) -> Path:
-    """The directory to read. A named data set that is not in the cache is prepared by rank 0 while the others wait."""
-    path = Path(config.source)
+def data_directory(config: DataConfig, *, runtime: Runtime, say: Callable[[str], None]) -> DataPath:
+    """The directory, or the place behind a URL, to read. A named data set that is not in the cache is prepared by rank
+    0 while the others wait.
+    """
+    path = data_path(config.source)
     if (path / "schema.json").is_file():
         return path
+    if isinstance(path, RemotePath):
+        raise ConfigError(f"data.source is {config.source!r}: there is no {path / 'schema.json'}")
     if config.source not in gem_datasets.names():
         raise ConfigError(
             f"data.source is {config.source!r}, expected a directory with schema.json or the name of a data set; "
@@ -49,7 +54,7 @@ def data_directory(config: DataConfig, *, runtime: Runtime, say: Callable[[str],
     return target
 
 
-def trained_schema(data: Path, config: DataConfig) -> Schema:
+def trained_schema(data: DataPath, config: DataConfig) -> Schema:
     """The schema of `data` with the features and labels that the run uses. ConfigError names the choices."""
     try:
         return select(read_schema(data), features=config.features, labels=config.labels)

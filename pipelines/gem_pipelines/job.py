@@ -15,6 +15,7 @@ from typing import Any
 
 from gem_data.api import build_loader, inspect_dataset, read_schema
 from gem_data.interface import CostModel, Loader, LoaderConfig, Schema
+from gem_data.remote import DataPath
 from gem_data.streaming import StreamingLoader
 
 from gem_pipelines.balance import BalancedLoader
@@ -132,7 +133,7 @@ def check_policies(config: RunConfig, schema: Schema) -> None:
 
 
 def survey_data(
-    data: Path, *, row_limit: int, runtime: Runtime, open_ids: tuple[str, ...] = ()
+    data: DataPath, *, row_limit: int, runtime: Runtime, open_ids: tuple[str, ...] = ()
 ) -> dict[str, Any] | None:
     """What is in the data, with every value checked, on rank 0; None elsewhere, and for more than `row_limit` rows.
 
@@ -150,7 +151,7 @@ def survey_data(
     return found[0] if found else None
 
 
-def check_split_times(data: Path, survey: dict[str, Any]) -> None:
+def check_split_times(data: DataPath, survey: dict[str, Any]) -> None:
     """Evaluation must lie strictly later than training, or its figures mean nothing."""
     train, evaluation = (survey["splits"][split]["time"] for split in ("train", "eval"))
     if evaluation["first"] <= train["last"]:
@@ -193,7 +194,7 @@ def loader_config(config: RunConfig, cost: CostModel | None = None) -> LoaderCon
 
 
 def training_loader(
-    config: RunConfig, *, data: Path, cost: CostModel, runtime: Runtime, quarantine: Quarantine
+    config: RunConfig, *, data: DataPath, cost: CostModel, runtime: Runtime, quarantine: Quarantine
 ) -> Loader:
     """The loader of a run, with its balance. A collective: every rank calls it at the same time."""
     settings = {
@@ -223,7 +224,7 @@ def training_loader(
 
 
 def build(
-    config: RunConfig, *, data: Path, directory: RunDirectory, runtime: Runtime, lock: RunLock | None = None
+    config: RunConfig, *, data: DataPath, directory: RunDirectory, runtime: Runtime, lock: RunLock | None = None
 ) -> Job:
     """Loader, model, tables and trainer of one job, at step 0."""
     seed_everything(config.train.seed, rank=runtime.rank)

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 import torch
 from gem_data.api import read_schema
 from gem_data.interface import Batch
+from gem_data.remote import DataPath
 
 from gem_pipelines.errors import RunError
 from gem_pipelines.runtime import Runtime
@@ -104,7 +105,7 @@ def read_ledger(directory: Path) -> dict[str, Int64]:
     return {name: whole.column(name).to_numpy().astype(np.int64) for name in _COLUMNS}
 
 
-def verify_ledger(directory: Path, data: Path, *, quarantined: frozenset[int] = frozenset()) -> LedgerReport:
+def verify_ledger(directory: Path, data: DataPath, *, quarantined: frozenset[int] = frozenset()) -> LedgerReport:
     """Compare the ledger of a run with the sample ids of its training split, epoch by epoch.
 
     quarantined: ids that a finished epoch may lack. Left-out steps (trained False) count as accounted for.
@@ -134,13 +135,14 @@ def verify_ledger(directory: Path, data: Path, *, quarantined: frozenset[int] = 
     )
 
 
-def _sample_ids(data: Path) -> Int64:
-    parts = [
-        pq.read_table(data / file.path, columns=["sample_id"]).column(0).to_numpy()
-        for file in read_schema(data).files
-        if file.split == "train"
-    ]
+def _sample_ids(data: DataPath) -> Int64:
+    parts = [_read_ids(data / file.path) for file in read_schema(data).files if file.split == "train"]
     return np.unique(np.concatenate(parts))
+
+
+def _read_ids(path: DataPath) -> Int64:
+    with path.open("rb") as opened, pq.ParquetFile(opened) as parquet:
+        return parquet.read(columns=["sample_id"]).column(0).to_numpy()
 
 
 def _segments(directory: Path) -> list[tuple[int, Path]]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from gem_data.api import build_loader
 from gem_data.interface import Batch, Loader, LoaderConfig, Schema
+from gem_data.remote import DataPath
 
 from gem_pipelines import checkpoint, evaluate
 from gem_pipelines.checkpoint_format import step_directory
@@ -56,7 +57,7 @@ class Job:
         *,
         trainer: Trainer,
         loader: Loader,
-        data: Path,
+        data: DataPath,
         directory: RunDirectory,
         total_steps: int,
         lock: RunLock | None = None,

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from gem_data.interface import Schema
+from gem_data.remote import DataPath
 
 WARM_UP_STEPS = 3
 
@@ -76,7 +76,9 @@ def best_possible_ne(schema: Schema, task: str) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def counting_floors(data: Path, schema: Schema, task: str, *, say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+def counting_floors(
+    data: DataPath, schema: Schema, task: str, *, say: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
     """Name -> {"auc", "ne", "task"} of every floor that these data have; `say` hears why one is missing."""
     from gem_datasets import floors as counting
 
@@ -92,12 +94,13 @@ def counting_floors(data: Path, schema: Schema, task: str, *, say: Callable[[str
     return found
 
 
-def _read_split(data: Path, schema: Schema, split: str, task: str) -> pa.Table:
+def _read_split(data: DataPath, schema: Schema, split: str, task: str) -> pa.Table:
     """The columns that floors count, of all files of a split."""
     wanted = {"user_id", "id.item", "timestamp", f"label.{task}", f"weight.{task}"}
     tables = []
     for file in schema.files:
         if file.split == split:
-            present = pq.read_schema(data / file.path).names
-            tables.append(pq.read_table(data / file.path, columns=[name for name in present if name in wanted]))
+            with (data / file.path).open("rb") as opened, pq.ParquetFile(opened) as parquet:
+                present = parquet.schema_arrow.names
+                tables.append(parquet.read(columns=[name for name in present if name in wanted]))
     return pa.concat_tables(tables)

@@ -22,6 +22,7 @@ from gem_data.inspection import inspect_dataset
 from gem_data.interface import DataError, Loader, LoaderConfig
 from gem_data.loader import ArrowLoader
 from gem_data.reference import ReferenceLoader
+from gem_data.remote import RemotePath, data_path, local_only
 from gem_data.schema import read_schema, schema_from_dict, schema_to_dict, select
 from gem_data.single import batch_from_dicts, batch_from_table
 from gem_data.verify import Report, verify_dataset
@@ -39,6 +40,7 @@ __all__ = [
     "collate",
     "cost_from_dict",
     "cost_to_dict",
+    "data_path",
     "events_cost",
     "fit_cost",
     "imbalance",
@@ -57,7 +59,7 @@ _LOADERS: dict[str, Callable[..., Loader]] = {"arrow": ArrowLoader, "reference":
 
 
 def build_loader(
-    directory: str | Path,
+    directory: str | Path | RemotePath,
     *,
     split: str,
     config: LoaderConfig,
@@ -66,7 +68,7 @@ def build_loader(
     impl: str = "arrow",
     on_damage: Callable[[DataError, int], None] | None = None,
 ) -> Loader:
-    """A Loader of one split of the data set in `directory`, for this rank.
+    """A Loader of one split of the data set in `directory`, or at a URL (through fsspec), for this rank.
 
     All ranks must pass the same directory content, split and config. Footers are read and checked here, rows are not.
     on_damage: None = a row group that cannot be used ends reading with its DataError. Otherwise it hears of the error
@@ -86,6 +88,8 @@ def build_loader(
     """
     if impl not in _LOADERS:
         raise ValueError(f"impl: expected one of {sorted(_LOADERS)}, came {impl!r}")
+    if impl != "arrow":
+        local_only(directory, f"impl {impl!r}")
     extra: dict[str, Any] = {} if on_damage is None else {"on_damage": on_damage}
     if extra and impl != "arrow":
         raise ValueError(f'on_damage: expected impl "arrow", which alone can leave row groups out, came {impl!r}')

@@ -23,15 +23,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from gem_data.remote import RemotePath
+
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 8
 MAX_FOOTER_BYTES = 64 << 20
 
 
-def read_footer(path: Path) -> bytes:
+def read_footer(path: Path | RemotePath) -> bytes:
     """The footer with its length and the magic number: the last bytes of a Parquet file. ValueError if it has none."""
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        size = file.seek(0, os.SEEK_END)
         if size < _TAIL_BYTES + len(_MAGIC):
             raise ValueError(f"{size} bytes, fewer than a Parquet file has")
         file.seek(size - _TAIL_BYTES)
@@ -99,7 +101,7 @@ class Block:
 
     closed = False
 
-    def __init__(self, path: Path, chunks: Sequence[Chunk], *, size_bytes: int) -> None:
+    def __init__(self, path: Path | RemotePath, chunks: Sequence[Chunk], *, size_bytes: int) -> None:
         self._starts: list[int] = []
         self._pieces: list[memoryview] = []
         with path.open("rb") as file:

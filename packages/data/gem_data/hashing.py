@@ -13,10 +13,12 @@ from pathlib import Path
 
 import xxhash
 
+from gem_data.remote import RemotePath
+
 _CHUNK_BYTES = 1 << 22
 
 
-def file_hash(path: Path) -> str:
+def file_hash(path: Path | RemotePath) -> str:
     """xxh3-64 of the bytes of `path`, 16 lower-case hexadecimal digits. OSError where it cannot be read."""
     state = xxhash.xxh3_64()
     with path.open("rb") as file:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gem_data.interface import Schema
+from gem_data.remote import RemotePath
 from gem_data.rows import Int64, Rows
 from gem_data.schema import SPLITS, read_schema
 from gem_data.shards import Shards
@@ -19,7 +20,9 @@ QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 _MAX_COUNTED_TABLE = 1 << 28
 
 
-def inspect_dataset(directory: str | Path, *, check: bool = False, open_ids: Collection[str] = ()) -> dict[str, Any]:
+def inspect_dataset(
+    directory: str | Path | RemotePath, *, check: bool = False, open_ids: Collection[str] = ()
+) -> dict[str, Any]:
     """JSON-able description of the data set.
 
     check  also check every value, as reading for training does: then data that this function accepts cannot stop a

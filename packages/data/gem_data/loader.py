@@ -36,6 +36,7 @@ from gem_data.cost import check_cost, events_cost, loads_of
 from gem_data.interface import Batch, DataError, LoaderConfig, Schema
 from gem_data.lengths import drawn_limits
 from gem_data.prefetch import Prefetch
+from gem_data.remote import RemotePath
 from gem_data.rows import Int64, Rows, concatenate
 from gem_data.schema import SCHEMA_FILE, read_schema, select
 from gem_data.shards import Shards, groups_of
@@ -54,7 +55,7 @@ class ArrowLoader:
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | Path | RemotePath,
         *,
         split: str,
         config: LoaderConfig,
@@ -82,8 +83,8 @@ class ArrowLoader:
         if not self._plan.batches_per_epoch:
             rows = sum(group.rows for group in groups)
             raise DataError(
-                f'{Path(directory) / SCHEMA_FILE}: split "{split}": expected rows for at least one batch, came {rows} '
-                f"(global_batch_size {config.global_batch_size}, drop_last {config.drop_last}). "
+                f'{self._shards.directory / SCHEMA_FILE}: split "{split}": expected rows for at least one batch, came '
+                f"{rows} (global_batch_size {config.global_batch_size}, drop_last {config.drop_last}). "
                 "Lower global_batch_size or turn drop_last off.",
                 file=SCHEMA_FILE,
             )

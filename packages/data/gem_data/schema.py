@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gem_data.interface import INTERFACE_VERSION, DataError, IdFeature, Schema, StreamInfo
+from gem_data.remote import RemotePath, data_path
 
 SCHEMA_FILE = "schema.json"
 VERSION_KEY = "interface_version"
@@ -149,9 +150,9 @@ def schema_to_dict(schema: Schema) -> dict[str, Any]:
     return {VERSION_KEY: list(INTERFACE_VERSION), **plain}
 
 
-def read_schema(directory: str | Path) -> Schema:
-    """Read and check `directory`/schema.json. Raises DataError; opens no Parquet file."""
-    path = Path(directory) / SCHEMA_FILE
+def read_schema(directory: str | Path | RemotePath) -> Schema:
+    """Read and check `directory`/schema.json. Raises DataError; opens no Parquet file. A URL is read through fsspec."""
+    path = data_path(directory) / SCHEMA_FILE
     try:
         size = path.stat().st_size
         if size > MAX_SCHEMA_BYTES:

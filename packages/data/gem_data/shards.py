@@ -16,6 +16,7 @@ that the training step computes with.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ import pyarrow.parquet as pq
 from gem_data.blocks import Block, as_arrow_file, chunks_of, hash_bytes, parse_footer, read_footer
 from gem_data.interface import DataError, FileInfo, Schema
 from gem_data.isolated import ReaderProcess, shared_reader
+from gem_data.remote import RemotePath, data_path
 from gem_data.rows import Rows, Where, check_types, decode
 from gem_data.schema import SCHEMA_FILE, columns
 from gem_data.validation import check_open_ids, check_values
@@ -57,7 +59,7 @@ class Shards:
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | Path | RemotePath,
         schema: Schema,
         split: str,
         *,
@@ -75,7 +77,7 @@ class Shards:
         self._open_ids = frozenset(open_ids)
         self._compare = compare
         self._reader = shared_reader() if reader is None else reader
-        self.directory = Path(directory)
+        self.directory = data_path(directory)
         self.schema = schema
         self.footers = tuple(
             self._footer(index, info) for index, info in enumerate(schema.files) if info.split == split
@@ -122,6 +124,8 @@ class Shards:
         where = Where(file=info.path)
         try:
             footer, arrow_schema, rows = self._read_footer(index, info)
+        except DataError:
+            raise
         except FileNotFoundError:
             raise where.error(
                 expected=f"the file {self.directory / info.path}",
@@ -145,6 +149,13 @@ class Shards:
         """The footer of one file, its Arrow schema and its rows: hashed and parsed, or parsed by the other process."""
         path = self.directory / info.path
         if self._compare and not info.blocks_xxh3:
+            if isinstance(path, RemotePath):
+                raise Where(file=info.path).error(
+                    expected=f"hashes in {SCHEMA_FILE} (blocks_xxh3), without which nothing from {path} is decoded",
+                    came="none",
+                    todo="Copy the data set to this machine, where a process of its own reads such files, or write it "
+                    "anew with write_dataset.",
+                )
             told = self._reader.footer(path)
             footer = Footer(index=index, info=info, bytes=told.bytes, group_rows=told.group_rows, metadata=None)
             return footer, told.arrow_schema, told.rows
@@ -163,10 +174,17 @@ class Shards:
     def _read_columns(self, footer: Footer, row_group: int, names: list[str]) -> pa.Table:
         path = self.directory / footer.info.path
         if footer.metadata is None:
+            assert isinstance(path, Path)  # others have hashes, or were refused
             return self._reader.group(path, row_group, names)
-        source: Any = path
-        if self._compare:
-            source = as_arrow_file(self._sound_block(footer, row_group, names))
+        with contextlib.ExitStack() as held:
+            source: Any = path
+            if self._compare:
+                source = as_arrow_file(self._sound_block(footer, row_group, names))
+            elif isinstance(path, RemotePath):
+                source = held.enter_context(path.open())
+            return self._decode(footer, row_group, names, source)
+
+    def _decode(self, footer: Footer, row_group: int, names: list[str], source: Any) -> pa.Table:
         with pq.ParquetFile(
             source,
             metadata=footer.metadata,
@@ -205,10 +223,10 @@ class Shards:
 
     def _broken_column(self, footer: Footer, row_group: int, where: Where, error: Exception) -> DataError:
         """Which column is damaged, found out in the other process, where a crash is an answer too."""
-        broken, reason = None, error
-        for name in self._columns:
+        broken, reason, path = None, error, self.directory / footer.info.path
+        for name in () if isinstance(path, RemotePath) else self._columns:  # the other process reads local files
             try:
-                self._reader.group(self.directory / footer.info.path, row_group, [name])
+                self._reader.group(path, row_group, [name])
             except _READ_ERRORS as single:
                 broken, reason = name, single
                 break

@@ -24,6 +24,7 @@ from typing import Any
 
 from gem_data.interface import Batch, DataError, LoaderConfig
 from gem_data.loader import ArrowLoader, OnDamage
+from gem_data.remote import RemotePath
 from gem_data.schema import read_schema
 from gem_data.shards import Shards
 
@@ -48,7 +49,7 @@ class _Span:
     last: int
 
 
-def time_windows(directory: str | Path, *, split: str = "train", seconds: int) -> tuple[TimeWindow, ...]:
+def time_windows(directory: str | Path | RemotePath, *, split: str = "train", seconds: int) -> tuple[TimeWindow, ...]:
     """The windows of a split. Raises DataError where row groups are not in the order of time, or say no times."""
     if seconds < 1:
         raise ValueError(f"seconds: expected at least 1, came {seconds}")
@@ -114,7 +115,7 @@ class StreamingLoader:
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | Path | RemotePath,
         *,
         seconds: int,
         config: LoaderConfig,

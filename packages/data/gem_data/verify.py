@@ -23,6 +23,7 @@ import numpy as np
 
 from gem_data.hashing import file_hash
 from gem_data.interface import DataError, FileInfo, Schema
+from gem_data.remote import RemotePath, data_path
 from gem_data.rows import Int64, Rows, Where
 from gem_data.schema import SCHEMA_FILE, read_schema
 from gem_data.shards import Footer, Shards
@@ -82,10 +83,10 @@ class _Totals:
     spans: dict[str, tuple[int, int]]  # earliest and latest timestamp per split
 
 
-def verify_dataset(directory: str | Path) -> Report:
+def verify_dataset(directory: str | Path | RemotePath) -> Report:
     """Check everything. Problems are in the Report; only an unreadable schema.json raises DataError."""
     started = time.perf_counter()
-    directory = Path(directory)
+    directory = data_path(directory)
     schema = read_schema(directory)
     totals = _Totals(rows={}, row_groups=0, bytes=0, sample_ids=[], places=[], decoded=0, spans={})
     problems: list[DataError] = []
@@ -109,7 +110,9 @@ def verify_dataset(directory: str | Path) -> Report:
     )
 
 
-def _all_problems(directory: Path, schema: Schema, totals: _Totals, warnings: list[str]) -> Iterator[DataError]:
+def _all_problems(
+    directory: Path | RemotePath, schema: Schema, totals: _Totals, warnings: list[str]
+) -> Iterator[DataError]:
     if not schema.files:
         yield DataError(f"{SCHEMA_FILE}: files: expected at least one file, came none. Prepare it again.")
     for info in schema.files:
@@ -126,7 +129,7 @@ def _all_problems(directory: Path, schema: Schema, totals: _Totals, warnings: li
 
 
 def _file_problems(
-    directory: Path, schema: Schema, info: FileInfo, totals: _Totals, warnings: list[str]
+    directory: Path | RemotePath, schema: Schema, info: FileInfo, totals: _Totals, warnings: list[str]
 ) -> Iterator[DataError]:
     try:
         shards = Shards(directory, dataclasses.replace(schema, files=(info,)), info.split, compare=False)
@@ -150,7 +153,7 @@ def _file_problems(
     yield from _hash_problems(directory, info, warnings)
 
 
-def _hash_problems(directory: Path, info: FileInfo, warnings: list[str]) -> Iterator[DataError]:
+def _hash_problems(directory: Path | RemotePath, info: FileInfo, warnings: list[str]) -> Iterator[DataError]:
     if not info.xxh3:
         warnings.append(
             f"{info.path}: no xxh3 in {SCHEMA_FILE}: other data of equal size and rows would pass unnoticed. "
@@ -203,15 +206,18 @@ def _place(totals: _Totals, index: int) -> tuple[Where, int]:
     return totals.places[group][0], index - int(starts[group])
 
 
-def _stray_files(directory: Path, schema: Schema) -> Iterator[str]:
+def _stray_files(directory: Path | RemotePath, schema: Schema) -> Iterator[str]:
     known = {info.path for info in schema.files}
-    for path in sorted(directory.rglob("*.parquet")):
-        name = path.relative_to(directory).as_posix()
+    if isinstance(directory, RemotePath):
+        found = list(directory.files_below(".parquet"))
+    else:
+        found = [path.relative_to(directory).as_posix() for path in directory.rglob("*.parquet")]
+    for name in sorted(found):
         if name not in known:
             yield f"{name}: not named in {SCHEMA_FILE}, so it is never read."
 
 
-def pages_have_checksums(path: Path, footer: Footer) -> bool:
+def pages_have_checksums(path: Path | RemotePath, footer: Footer) -> bool:
     """Whether the first page of every column chunk carries a CRC."""
     with path.open("rb") as file:
         for group in range(footer.metadata.num_row_groups):

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from gem_data.blocks import block_hashes
 from gem_data.hashing import file_hash
 from gem_data.interface import DataError, FileInfo, Schema
+from gem_data.remote import local_only
 from gem_data.rows import ARROW_TYPES, Where, check_types, decode
 from gem_data.schema import SCHEMA_FILE, SPLITS, check_schema, columns, did_you_mean, schema_from_dict, schema_to_dict
 from gem_data.validation import check_values
@@ -63,6 +64,7 @@ def write_dataset(
     if not isinstance(schema, Schema):
         schema = schema_from_dict(schema, source="schema")
     check_schema(schema, source="schema")
+    local_only(directory, "write_dataset")
     target = Path(directory)
     _check_arguments(target, tables, rows_per_file, rows_per_group, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,7 @@ def prepare(arguments: Sequence[str]) -> int:
 
 def inspect(arguments: Sequence[str]) -> int:
     """Print what is in a data set, as JSON."""
-    directory = _directory("inspect", "Rows, lengths, label rates and time span of a data set, as JSON.", arguments)
+    directory = _argument("inspect", "Rows, lengths, label rates and time span of a data set, as JSON.", arguments)
     from gem_data.api import inspect_dataset
 
     from gem_pipelines.rundir import finite
@@ -58,7 +58,7 @@ def inspect(arguments: Sequence[str]) -> int:
 
 def verify(arguments: Sequence[str]) -> int:
     """Check every byte and rule of a data set; exit code 1 where one is broken."""
-    directory = _directory("verify", "Check checksums, types, ranges and time order of a data set.", arguments)
+    directory = _argument("verify", "Check checksums, types, ranges and time order of a data set.", arguments)
     from gem_data.api import verify_dataset
 
     report = verify_dataset(directory)
@@ -69,13 +69,15 @@ def verify(arguments: Sequence[str]) -> int:
 def ledger(arguments: Sequence[str]) -> int:
     """Compare a run's ledger with its data; exit code 1 where a sample was lost or trained twice."""
     about = "Whether every sample of the training split was trained exactly once (runs with --train.ledger True)."
-    run = _directory("ledger", about, arguments)
+    run = Path(_argument("ledger", about, arguments))
+    from gem_data.api import data_path
+
     from gem_pipelines.data_source import cache_directory
     from gem_pipelines.ledger import verify_ledger
     from gem_pipelines.rundir import RunDirectory
 
     config = RunDirectory(run).read_config().data
-    source = Path(config.source)
+    source = data_path(config.source)
     report = verify_ledger(run / "ledger", source if (source / "schema.json").is_file() else cache_directory(config))
     print(
         f"{run}: {report.steps} steps, {report.complete} whole epochs, {report.trained:,} samples trained, "
@@ -87,7 +89,8 @@ def ledger(arguments: Sequence[str]) -> int:
     return 0 if report.ok else 1
 
 
-def _directory(verb: str, description: str, arguments: Sequence[str]) -> Path:
+def _argument(verb: str, description: str, arguments: Sequence[str]) -> str:
     parser = Parser(prog=f"gemline data {verb}", description=description)
     parser.add_argument("directory")
-    return Path(parser.parse_args(arguments).directory)
+    directory: str = parser.parse_args(arguments).directory
+    return directory

@@ -5,10 +5,10 @@ FLOPs are counted at the data's lengths; ids follow from the schema and the mean
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from gem_data.api import inspect_dataset
+from gem_data.remote import DataPath
 
 from gem_pipelines.config import RunConfig
 from gem_pipelines.data_source import trained_schema
@@ -17,7 +17,7 @@ from gem_pipelines.planner.shapes import PROBE_ROWS, shaped_workload
 from gem_pipelines.planner.workload import Workload
 
 
-def recipe_workload(config: RunConfig, data: Path, *, world_size: int) -> Workload:
+def recipe_workload(config: RunConfig, data: DataPath, *, world_size: int) -> Workload:
     """Workload of one micro-batch of `config` on `world_size` ranks, from the data set in `data`."""
     schema = trained_schema(data, config.data)
     described = inspect_dataset(data)["splits"]["train"]
