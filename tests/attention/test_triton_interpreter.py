@@ -178,7 +178,7 @@ def _bias_checks():
         "window": ({"window": 40}, {}),
         "none": ({}, {}),
         "context": (
-            {"causal": True, "targets": True, "context": True, "window": 30},
+            {"causal": True, "targets": True, "context": True, "window": 30, "semantics": "meta"},
             {"num_targets": targets, "num_context": context},
         ),
     }
