@@ -35,9 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 
     run_dir = Path(known.run_dir) if known.run_dir else None
     command = repeat_command(arguments, resume=known.resume)
-    request = Request(
-        config=config, run_dir=run_dir, resume=known.resume, command=command, automatic=automatic
-    )
+    request = Request(config=config, run_dir=run_dir, resume=known.resume, command=command, automatic=automatic)
     outcome = run(request)
     if outcome is not None:
         print_outcome(outcome)
