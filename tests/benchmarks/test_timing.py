@@ -55,6 +55,7 @@ def test_the_yardstick_corrects_for_a_slower_machine(monkeypatch):
     assert slow == pytest.approx(fast)
 
 
+@pytest.mark.slow  # real time of a machine that does nothing else
 def test_the_yardstick_sees_more_work():
     clock = YardstickClock()
 

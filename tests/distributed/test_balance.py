@@ -74,7 +74,7 @@ def one(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-@pytest.fixture(scope="module", params=["lpt-equal", "kk-free"])
+@pytest.fixture(scope="module", params=["lpt-equal", pytest.param("kk-free", marks=pytest.mark.slow)])
 def two(request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two processes with the global balancer."""
     method, counts = request.param.split("-")
@@ -130,6 +130,7 @@ def test_base_batches_are_the_same_on_one_and_two_processes(data, tmp_path) -> N
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5), a["step"]
 
 
+@pytest.mark.slow
 def test_a_budget_is_cut_alike_on_both(one, data, tmp_path) -> None:
     """A small budget in events: ranks need different numbers of micro-batches, and the losses stay."""
     run = tmp_path / "run"

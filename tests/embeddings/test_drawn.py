@@ -73,7 +73,12 @@ def drawn(count: int) -> list[dict]:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("world_size", "count"),
-    [(2, 12), pytest.param(4, 40, marks=pytest.mark.slow), pytest.param(8, 25, marks=pytest.mark.slow)],
+    [
+        (2, 4),
+        pytest.param(2, 12, marks=pytest.mark.slow),
+        pytest.param(4, 40, marks=pytest.mark.slow),
+        pytest.param(8, 25, marks=pytest.mark.slow),
+    ],
 )
 def test_drawn_tables(tmp_path, world_size, count):
     found = drawn(count)

@@ -101,7 +101,9 @@ def test_c2_too_little_room_stops_before_the_first_step(make_job, monkeypatch):
     assert job.trainer.position.step == 0
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["in line", "beside"])
+@pytest.mark.parametrize(
+    "beside", [pytest.param(False, id="in line", marks=pytest.mark.slow), pytest.param(True, id="beside")]
+)
 def test_c2_stop_or_go_on_by_policy(make_job, failing, beside):
     train = {"steps": 4, "checkpoint_every": 1, "checkpoint_async": beside, "print_every": 100}
     job = make_job("stops", train=train)

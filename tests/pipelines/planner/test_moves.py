@@ -173,7 +173,7 @@ def free_port() -> int:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_planned_bytes_equal_counted_bytes(world_size):
     """FSDP2 and HSDP of the whole model, expert-parallel layers, and table copies; see counted_worker.py."""
     worker, port = Path(__file__).with_name("counted_worker.py"), free_port()
