@@ -82,8 +82,8 @@ def _portions(tiles: Tensor, unit: int, heads: int, programs: int) -> tuple[int,
 def default_choice(p: Problem, kernel: Kernel) -> Choice:
     """What a kernel runs with when nothing is named; see benchmarks/gpu/NOTES-attention.md.
 
-    A warpgroup that visits only its own blocks wins forward and in dq under a causal mask (4 to 6 %) or a window (20 %),
-    and in dk and dv with a window only. Without a mask both visit the same blocks, and asking costs up to 6 %.
+    A warpgroup that visits only its own blocks wins forward and in dq under a causal mask (4 to 6 %) or a window
+    (20 %), and in dk and dv with a window only. Without a mask both visit the same blocks, and asking costs up to 6 %.
     """
     mask = p.spec.mask
     own = bool(mask.window) if kernel == "dkv" else bool(mask.causal or mask.window)
