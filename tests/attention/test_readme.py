@@ -11,6 +11,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTAL
 
 @pytest.mark.parametrize("number", range(3))
 def test_example(number):
+    assert "\nassert " in EXAMPLES[number] or "check(" in EXAMPLES[number], "an example must check what it shows"
     exec(compile(EXAMPLES[number], f"{README.name} example {number}", "exec"), {})
 
 

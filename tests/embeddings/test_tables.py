@@ -130,6 +130,7 @@ def test_start_values_do_not_depend_on_the_shard():
 def test_the_readme_example_runs():
     readme = Path(initial.__file__).parents[1] / "README.md"
     code = readme.read_text().split("```python\n")[1].split("```")[0]
+    assert "\nassert " in code, "the example must check what it shows"
     exec(compile(code, str(readme), "exec"), {})
 
 

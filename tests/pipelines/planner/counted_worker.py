@@ -12,7 +12,7 @@ from gem_comm.interface import MeshSpec
 from gem_embeddings.api import build_tables
 from gem_embeddings.interface import Replicas, RowWiseAdagrad, TableSpec
 from gem_pipelines.model.build import build_model
-from gem_pipelines.model.config import InteractionConfig
+from gem_pipelines.model.config import InteractionConfig, ModelConfig
 from gem_pipelines.model.testing import make_config, make_inputs, make_schema
 from gem_pipelines.parallel_experts import ExpertGroup, place_experts
 from gem_pipelines.planner.moves import moves_of, table_bytes
@@ -55,15 +55,25 @@ class Spread(nn.Module):
         return self.norm(reduce_scatter_rows(total, self.comm, rows=rows) + self.shortcut(x))
 
 
+def workload(model: nn.Module, config: ModelConfig) -> Workload:
+    """What the planner counts of this model; FLOPs play no part."""
+    return Workload(
+        name="t",
+        units=dense_units(model, in_out=_interaction_sizes(make_schema(), config)),
+        tables=TABLES,
+        batch=ROWS,
+        forward_flops=1,
+        backward_flops=1,
+        flops_spread=0,
+        activation_bytes=1,
+    )
+
+
 def check_parts(rank: int, spec: MeshSpec) -> None:
     """Experts on parts of the tokens, as parallelize.py places them: bytes over the expert axis."""
     config = make_config(interaction=EXPERTS)
     model = build_model(make_schema(), config, seed=0)
-    units = dense_units(model, in_out=_interaction_sizes(make_schema(), config))
-    work = Workload(
-        name="t", units=units, tables=TABLES, batch=ROWS, forward_flops=1, backward_flops=1, flops_spread=0,
-        activation_bytes=1,
-    )  # fmt: skip
+    work = workload(model, config)
     placed = layout(spec, read_topology("laptop"))
     built = build_meshes(placed, device="cpu")
     counted = Traffic()
@@ -83,11 +93,7 @@ def check_parts(rank: int, spec: MeshSpec) -> None:
 def check(rank: int, spec: MeshSpec) -> None:
     config = make_config(interaction=DHEN)
     model = build_model(make_schema(), config, seed=0)
-    units = dense_units(model, in_out=_interaction_sizes(make_schema(), config))
-    work = Workload(
-        name="t", units=units, tables=TABLES, batch=ROWS, forward_flops=1, backward_flops=1, flops_spread=0,
-        activation_bytes=1,
-    )  # fmt: skip
+    work = workload(model, config)
     placed = layout(spec, read_topology("laptop"))
     built = build_meshes(placed, device="cpu")
     here = placed.coordinate(rank)["expert"]
