@@ -51,6 +51,16 @@ TRITON: dict[tuple[str, str], list[Tiles]] = {
         Tiles(block_m=64, block_n=64, warps=8, stages=1),
         Tiles(block_m=64, block_n=64, stages=1),
     ],
+    ("B1r", "tables"): [
+        Tiles(block_m=64, block_n=64, warps=8, stages=1, tma=True),
+        Tiles(block_m=64, block_n=64, warps=8, stages=1, tma=True, registers=128, programs=2),
+        Tiles(block_m=64, block_n=64, warps=4, stages=2, tma=True),
+        Tiles(block_m=64, block_n=64, warps=4, stages=1, tma=True, programs=2),
+        Tiles(block_m=64, block_n=64, warps=4, stages=1, tma=True, registers=168, programs=3),
+        Tiles(block_m=32, block_n=32, warps=4, stages=2, programs=3),
+        Tiles(block_m=32, block_n=32, warps=4, stages=2, registers=128, programs=4),
+        Tiles(block_m=32, block_n=32, warps=2, stages=2, programs=4),
+    ],
     ("B1", "dkv"): [
         Tiles(block_m=32, block_n=64, stages=2),
         Tiles(block_m=64, block_n=64, warps=8, stages=2),
@@ -102,7 +112,7 @@ def gluon_kernel(p: Problem, do: Tensor, kernel: str, choice: Choice | None) -> 
 
 def triton_kernel(p: Problem, do: Tensor, kernel: str, tiles: Tiles | None) -> Make:
     lse = torch.empty(0, dtype=torch.float32, device="cuda")
-    chosen = tiles or triton_launch.default_tiles(p, "dq" if kernel == "dq" else "dkv")
+    chosen = tiles or triton_launch.default_tiles(p, "dkv" if kernel == "forward" else kernel)
 
     def made(grads: Gradients) -> list[Tensor]:
         return [g for g in (grads.dq, grads.position, grads.time) if g is not None]
@@ -113,6 +123,8 @@ def triton_kernel(p: Problem, do: Tensor, kernel: str, tiles: Tiles | None) -> M
         grads = triton_launch.empty_gradients(p)
         if kernel == "dq":
             return made(triton_launch.run_dq(p, do, None, lse, lse, grads=grads, tiles=chosen))
+        if kernel == "tables":
+            return made(triton_launch.run_tables(p, do, lse, lse, grads=grads, tiles=chosen))[1:]
         triton_launch.run_dkv(p, do, lse, lse, grads, chosen)
         return [grads.dk, grads.dv]
 
@@ -156,7 +168,7 @@ def main() -> None:
     for name in [args.warm] if args.warm else args.shapes:
         p, do = problem(shapes()[name])
         for family, table, kernel_of in (("gluon", GLUON, gluon_kernel), ("triton", TRITON, triton_kernel)):
-            for kernel in ("forward", "dq", "dkv"):
+            for kernel in ("forward", "dq", "dkv", "tables"):
                 others = table.get((name, kernel))
                 if not others:
                     continue

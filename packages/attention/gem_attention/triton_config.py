@@ -24,6 +24,7 @@ class Tiles:
 
     tma: rows are loaded by the copy engine through descriptors that clip at the sequence's end, else by pointers.
     registers: most registers a thread may have (so that two programs fit on a multiprocessor); 0 leaves it open.
+    programs: programs a multiprocessor, for the kernel that has as many as fit on the card (tables).
     """
 
     block_m: int
@@ -32,6 +33,7 @@ class Tiles:
     stages: int = 2
     tma: bool = False
     registers: int = 0
+    programs: int = 1
 
     @property
     def launch(self) -> dict[str, int]:

@@ -374,7 +374,8 @@ def run_tables(p: Problem, do: Tensor, lse: Tensor, delta: Tensor, *, grads: Gra
     # with square tiles a causal mask without context leaves nothing right of the main diagonal
     below = c.query == "self" and c.causal and not c.context
     listed = runs(query_tiles(p, c.block_m), None if below else key_tiles(p, c.block_n))
-    programs = programs_a_head(listed.shape[0], c.heads, p.q.device) * c.heads
+    each = programs_a_head(listed.shape[0], c.heads, p.q.device, per_multiprocessor=tiles.programs)
+    programs = each * c.heads
     sums = empty_sums(p.position_table, p.time_table, programs, c)
     numbers = run_numbers(p)
     table_kernel[(programs,)](

@@ -191,11 +191,12 @@ def runs(query_tiles: Tensor, key_tiles: Tensor | None) -> Tensor:
     return torch.cat([query_tiles, later])
 
 
-def programs_a_head(entries: int, heads: int, device: torch.device) -> int:
-    """How many programs share the runs of one head: one a multiprocessor in all; two in the interpreter."""
+def programs_a_head(entries: int, heads: int, device: torch.device, *, per_multiprocessor: int = 1) -> int:
+    """How many programs share the runs of one head: `per_multiprocessor` in all; two in the interpreter."""
     if device.type != "cuda":
         return min(entries, 2)
-    return max(1, min(entries, torch.cuda.get_device_properties(device).multi_processor_count // heads))
+    fit = torch.cuda.get_device_properties(device).multi_processor_count * per_multiprocessor
+    return max(1, min(entries, fit // heads))
 
 
 def empty_sums(position_table: Tensor | None, time_table: Tensor | None, programs: int, c: KernelSpec) -> Sums:
