@@ -31,6 +31,7 @@ from gem_data.remote import DataPath
 
 from gem_pipelines.errors import RunError
 from gem_pipelines.runtime import Runtime
+from gem_pipelines.safe_files import sync_directory
 
 _SEGMENT = re.compile(r"step-(\d{8,})\.parquet")
 _COLUMNS = ("step", "epoch", "rank", "trained", "sample_id")
@@ -64,10 +65,14 @@ class Ledger:
         self.runtime.on_main(lambda: _write_segment(self.directory, step, rows))
 
     def forget_after(self, step: int) -> None:
-        """Remove segments beyond `step`: their samples are trained again. For one rank."""
+        """Remove segments beyond `step`: their samples are trained again; and what a kill left half written. For one
+        rank. A segment is durable before the checkpoint of its step, so that checkpoint may never have come.
+        """
         for last, path in _segments(self.directory):
             if last > step:
                 path.unlink()
+        for path in self.directory.glob(".step-*"):
+            path.unlink()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +158,9 @@ def _segments(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _write_segment(directory: Path, step: int, rows: Int64) -> None:
-    directory.mkdir(exist_ok=True)
+    if not directory.is_dir():
+        directory.mkdir()
+        sync_directory(directory.parent)  # or a loss of power takes the directory, and with it all segments
     columns = {name: pa.array(rows[:, number]) for number, name in enumerate(_COLUMNS)}
     columns["trained"] = columns["trained"].cast(pa.bool_())
     target = directory / f"step-{step:08d}.parquet"
@@ -163,8 +170,4 @@ def _write_segment(directory: Path, step: int, rows: Int64) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, target)
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(directory)

@@ -174,13 +174,14 @@ class Job:
         with clock.watching(self.trainer.parallel.module.parts()) if profiled else nullcontext():
             record = self.trainer.step(batches, clock=clock, profiled=profiled, upcoming=upcoming)
         self.loader.mark_trained(batches[-1])
-        skipped = record["kind"] == "skip"
+        skipped, missing = record["kind"] == "skip", record.pop("missing_rows")
         self.ledger.note(batches, step=number, epoch=self.trainer.position.epoch, trained=not skipped)
         if skipped:
             self._record_skip(record)
-            return
-        if record.pop("missing_rows"):
+        if missing:
             self._record_quarantine(number)
+        if skipped:
+            return
         self._flag_spike(record, batches)
         seconds = time.perf_counter() - begin
         parts = clock.seconds() if profiled else None

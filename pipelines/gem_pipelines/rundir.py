@@ -22,6 +22,7 @@ import json
 import math
 import os
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,10 @@ from gem_pipelines.config_codec import from_json, to_json
 from gem_pipelines.contract import installed_versions
 from gem_pipelines.errors import RunError
 from gem_pipelines.runlock import RunLock
-from gem_pipelines.safe_files import read_json, refuse_links
+from gem_pipelines.safe_files import read_json, refuse_links, sync_directory
 
+_PREDICTIONS = re.compile(r"predictions-(\d+)\.parquet")
+_HALF_WRITTEN = re.compile(r"\.(predictions-\d+\.parquet|command\.txt|versions\.json|config\.json|metrics\.jsonl)\.\d+")
 _DISTRIBUTIONS = ("gemline", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow", "safetensors")
 
 
@@ -106,6 +109,8 @@ class RunDirectory:
         write_text(self.path / "command.txt", command + "\n")
         write_text(self.path / "versions.json", json.dumps(collect_versions(), indent=2) + "\n")
         self.write_config(config)
+        for made in self._made:  # the directories themselves, or a loss of power takes all that is in them
+            sync_directory(made.parent)
 
     def go_on(self, config: RunConfig, *, command: str, step: int) -> None:
         """Note that the run goes on from `step`: its command and versions, its config, and only records up to there."""
@@ -149,7 +154,13 @@ class RunDirectory:
         return any(r.get("kind") == kind and r.get("step") == step for r in read_records(self.metrics_file))
 
     def forget_after(self, step: int) -> None:
-        """Drop the records of steps after `step`, and a last line that a kill cut: they are written again."""
+        """Drop what was written of steps after `step`, ahead of a checkpoint that never became durable: records,
+        predictions, a last line that a kill cut, and files that it left half written. They are written again.
+        """
+        for path in self.path.iterdir():
+            predicted = _PREDICTIONS.fullmatch(path.name)
+            if (predicted and int(predicted.group(1)) > step) or _HALF_WRITTEN.fullmatch(path.name):
+                path.unlink()
         if not self.metrics_file.exists():
             return
         kept = [r for r in read_records(self.metrics_file) if r.get("step", 0) <= step and r.get("kind") != "end"]
@@ -188,13 +199,14 @@ def finite(value: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `path` all or nothing."""
+    """Write `path` all or nothing, and durably."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    sync_directory(path.parent)
 
 
 def _processor() -> str:

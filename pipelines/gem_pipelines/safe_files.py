@@ -45,3 +45,12 @@ def read_json(path: Path, *, limit_bytes: int = MAX_JSON_BYTES) -> Any:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise RunError(f"{path} is not JSON: {error}") from None
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in `directory` durable: a file that was flushed is lost with the power if its name was not."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -61,5 +61,5 @@ def _tensorboard_writer(directory: Path, first_step: int, say: Callable[[str], N
     except ImportError as error:
         say(f"TensorBoard events are not written: {error}. metrics.jsonl has everything.")
         return None
-    # Events of a killed run after the checkpoint are hidden by TensorBoard when the step number goes back.
-    return SummaryWriter(str(directory), purge_step=first_step + 1 if first_step > 0 else None)
+    # Events of a killed run after the checkpoint are hidden by TensorBoard; also where it had none and starts again.
+    return SummaryWriter(str(directory), purge_step=first_step + 1)

@@ -263,10 +263,14 @@ class Trainer:
         return found
 
     def _skip(self, batches: Sequence[Batch], error: ValueError) -> dict[str, Any]:
-        """Count the step as left out; its record names the samples and the reason."""
+        """Count the step as left out; its record names the samples and the reason. Rows that it lacked were lost to
+        damaged row groups, and count as such.
+        """
         sample_ids = self._sample_ids(batches)
+        missing = sum(batch.global_rows for batch in batches) - len(sample_ids)
         position = self.position
         position.step += 1
+        position.quarantined_samples += missing
         position.skipped_steps += 1
         position.skipped_samples += len(sample_ids)
         return {
@@ -276,6 +280,7 @@ class Trainer:
             "reason": str(error),
             "error": type(error).__name__,
             "sample_ids": sample_ids,
+            "missing_rows": missing,
             "skipped_steps": position.skipped_steps,
             "max_skipped_steps": self.config.train.max_skipped_steps,
         }

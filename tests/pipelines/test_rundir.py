@@ -85,6 +85,16 @@ def test_records_after_the_checkpoint_are_forgotten(directory):
     assert read_records(directory.metrics_file) == lines[:3]
 
 
+def test_what_was_written_ahead_of_the_checkpoint_is_forgotten(directory):
+    kept = ["predictions-2.parquet", "predictions-x.parquet", ".hidden"]
+    for name in [*kept, "predictions-3.parquet", ".predictions-2.parquet.17", ".metrics.jsonl.17"]:
+        (directory.path / name).touch()
+    before = {path.name for path in directory.path.iterdir()}
+    directory.forget_after(2)
+    left = {path.name for path in directory.path.iterdir()}
+    assert before - left == {"predictions-3.parquet", ".predictions-2.parquet.17", ".metrics.jsonl.17"}
+
+
 def test_a_broken_line_in_the_middle_is_an_error(directory):
     directory.metrics_file.write_text('{"kind": "start"}\n{"kind"\n{"kind": "train", "step": 1}\n')
     with pytest.raises(RunError, match="line 2"):
@@ -114,6 +124,22 @@ def test_tensorboard_beside_json_lines(directory):
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(4, 0.5)]
     assert sorted(events.Tags()["scalars"]) == ["train/loss", "train/window_ne/click"]
+
+
+@pytest.mark.parametrize("durable", [0, 2])
+def test_tensorboard_hides_what_was_written_ahead_of_the_checkpoint(directory, durable):
+    """Also where no checkpoint had become durable, and the run began at step 0 again."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, steps, loss in ((0, (1, 2, 3, 4), 0.5), (durable, range(durable + 1, 4), 0.25)):
+        sinks = Sinks(directory, tensorboard=True, first_step=first, say=pytest.fail)
+        for step in steps:
+            sinks.write({"kind": "train", "step": step, "loss": loss})
+        sinks.close()
+    events = EventAccumulator(str(directory.path / "tensorboard"))
+    events.Reload()
+    expected = [(step, 0.5 if step <= durable else 0.25) for step in (1, 2, 3)]
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == expected
 
 
 def test_without_tensorboard_it_says_so_once_and_goes_on(directory, monkeypatch):

@@ -16,6 +16,7 @@ from gem_pipelines.job import build
 from gem_pipelines.ledger import verify_ledger
 from gem_pipelines.quarantine import TooMuchDamageError
 from gem_pipelines.rundir import RunDirectory, read_records
+from gem_pipelines.trainer import LossError
 
 
 @pytest.fixture
@@ -38,10 +39,10 @@ def damaged(debug_data, tmp_path):
     return directory, lost
 
 
-def job_on(directory, tmp_path, runtime, debug_config, **data):
+def job_on(directory, tmp_path, runtime, debug_config, train=None, **data):
     config = debug_config(
         data={"source": str(directory), "window_groups": 2, **data},
-        train={"steps": 10, "epochs": 1, "ledger": True, "report": False},
+        train={"steps": 10, "epochs": 1, "ledger": True, "report": False, **(train or {})},
     )
     run = RunDirectory(tmp_path / "run")
     run.create(config, command="test")
@@ -115,3 +116,26 @@ def test_a_ledger_tells_what_is_lost_and_what_came_twice(make_job, tmp_path, deb
         assert (report.twice, report.lost) == expected
         assert not report.ok
     assert json.loads((debug_data / "schema.json").read_text())["files"][0]["rows"] == 320
+
+
+def test_rows_that_a_skipped_step_lacks_are_counted(damaged, tmp_path, runtime, debug_config, monkeypatch):
+    """A step that lacks rows and is left out for another reason: both are told, and the counts add up."""
+    directory, lost = damaged
+    job = job_on(directory, tmp_path, runtime, debug_config, {"max_skipped_steps": 20}, max_quarantined_rows=50)
+    compute, short = job.trainer._compute, []
+
+    def fail_where_short(ready, **options):
+        short.append(ready.totals.missing)
+        if short[-1]:
+            raise LossError("the loss is not finite")
+        return compute(ready, **options)
+
+    monkeypatch.setattr(job.trainer, "_compute", fail_where_short)
+    job.train(resumed_from=None, survey=None)
+    position = job.trainer.position
+    assert sum(short) == position.quarantined_samples == len(lost)
+    assert position.skipped_steps == sum(missing > 0 for missing in short)
+    assert position.samples + position.skipped_samples + position.quarantined_samples == 320
+    records = read_records(job.directory.metrics_file)
+    (noted,) = [record for record in records if record["kind"] == "quarantine"]
+    assert noted["step"] == next(record["step"] for record in records if record["kind"] == "skip")

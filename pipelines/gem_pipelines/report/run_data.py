@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 PREDICTIONS_PATTERN = re.compile(r"predictions-(\d+)\.parquet")
-KINDS = ("start", "train", "eval", "resume", "end")
+KINDS = ("start", "train", "eval", "resume", "end", "skip", "spike", "quarantine", "checkpoint")
 WARM_UP_STEPS = 3  # outcome.WARM_UP_STEPS, which cannot be imported without torch
 
 
@@ -99,6 +99,8 @@ class RunData:
 
     evals        the `eval` records by step, ascending
     end          the `end` record, if the last start of the run reached its end
+    incidents    the `skip`, `spike` and `quarantine` records by step; of one kind and step the last written
+    saves        the `checkpoint` records by step, the last written of each
     predictions  the predictions file of the highest step
     notes        what is missing or odd, one sentence each
     """
@@ -111,6 +113,8 @@ class RunData:
     train: TrainLog
     evals: tuple[dict[str, Any], ...]
     end: dict[str, Any] | None
+    incidents: tuple[dict[str, Any], ...]
+    saves: tuple[dict[str, Any], ...]
     predictions: Path | None
     predictions_step: int | None
     notes: tuple[str, ...]
@@ -165,6 +169,8 @@ def read_run(directory: Path | str) -> RunData:
         train=metrics.log.finish(),
         evals=tuple(metrics.evals[step] for step in sorted(metrics.evals)),
         end=metrics.end,
+        incidents=tuple(metrics.incidents[key] for key in sorted(metrics.incidents)),
+        saves=tuple(metrics.saves[step] for step in sorted(metrics.saves)),
         predictions=predictions,
         predictions_step=predictions_step,
         notes=tuple(notes),
@@ -209,6 +215,8 @@ class _Metrics:
     starts: list[dict[str, Any]] = field(default_factory=list)
     evals: dict[int, dict[str, Any]] = field(default_factory=dict)
     end: dict[str, Any] | None = None
+    incidents: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
+    saves: dict[int, dict[str, Any]] = field(default_factory=dict)
     resumes: int = 0
     before: int | None = 0  # the step after which the present process began; None = one before its first record
     unknown: dict[str, int] = field(default_factory=dict)
@@ -264,7 +272,8 @@ def _add_record(metrics: _Metrics, record: Any, where: str) -> None:
     kind = record.get("kind")
     if not isinstance(kind, str):
         raise ValueError(f'{where}: expected the key "kind" (one of {", ".join(KINDS)}), got {_shorten(kind)}.')
-    if kind in ("train", "eval", "end") and (type(record.get("step")) is not int or record["step"] < 0):
+    stepped = kind in KINDS and kind not in ("start", "resume")
+    if stepped and (type(record.get("step")) is not int or record["step"] < 0):
         raise ValueError(f'{where}: expected "step" to be an integer >= 0, got {_shorten(record.get("step"))}.')
     if kind == "train":
         if metrics.before is None:
@@ -283,6 +292,10 @@ def _add_record(metrics: _Metrics, record: Any, where: str) -> None:
         metrics.end = None
     elif kind == "end":
         metrics.end = _checked_end(record, where)
+    elif kind == "checkpoint":
+        metrics.saves[record["step"]] = record
+    elif kind in ("skip", "spike", "quarantine"):
+        metrics.incidents[record["step"], kind] = record
     else:
         metrics.unknown[kind] = metrics.unknown.get(kind, 0) + 1
 

@@ -14,6 +14,7 @@ from gem_pipelines.report.curves import TaskCurves, read_curves
 from gem_pipelines.report.drawing import Panel
 from gem_pipelines.report.facts import Table, all_tables, best_possible, floors, length_summaries
 from gem_pipelines.report.formatting import count, plain, quantity
+from gem_pipelines.report.incidents import incident_table, saves_table
 from gem_pipelines.report.markdown import render_markdown
 from gem_pipelines.report.page import render_page
 from gem_pipelines.report.run_data import RunData, read_run
@@ -41,12 +42,12 @@ def write_report(run_dir: Path | str) -> Path:
 
 
 def _tables(run: RunData) -> tuple[Table, ...]:
-    """Every table, with that of the balance behind the throughput's."""
+    """Every table; those of balance, checkpoints and incidents stand behind the throughput's."""
     tables = list(all_tables(run))
-    balance = imbalance_table(run)
-    if balance is not None:
-        titles = [table.title for table in tables]
-        tables.insert(titles.index("Throughput") + 1 if "Throughput" in titles else 0, balance)
+    more = [imbalance_table(run), saves_table(run), incident_table(run)]
+    titles = [table.title for table in tables]
+    behind = titles.index("Throughput") + 1 if "Throughput" in titles else 0
+    tables[behind:behind] = [table for table in more if table is not None]
     return tuple(tables)
 
 
