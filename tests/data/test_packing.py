@@ -1,4 +1,4 @@
-"""One buffer: the same batch, one transfer; and jagged gathers against plain slicing."""
+"""One buffer: the same batch, one transfer."""
 
 from __future__ import annotations
 
@@ -7,28 +7,9 @@ import pytest
 import torch
 from gem_data.api import batch_from_table, build_loader
 from gem_data.baseline import baseline_epoch
-from gem_data.gather import choose, gather
 from gem_data.interface import LoaderConfig
 from gem_data.packing import move_batch, pack_batch
 from gem_data.testing import batch_difference, tiny_schema, tiny_table, write_tiny
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=20), st.data(), st.none() | st.integers(1, 7))
-def test_gathered_rows_are_slices(lengths: list[int], data: st.DataObject, limit: int | None) -> None:
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    values = np.arange(offsets[-1]) * 7 - 3
-    take = np.array(
-        data.draw(st.permutations(range(len(lengths))))[: data.draw(st.integers(0, len(lengths)))], np.int64
-    )
-    chosen = choose(offsets, take, limit)
-    wanted = [values[offsets[row] : offsets[row + 1]][-limit if limit else 0 :] for row in take]
-    out = np.full(chosen.total, -99)
-    gather(values, chosen, out)
-    assert chosen.lengths.tolist() == [len(row) for row in wanted]
-    assert out.tolist() == [value for row in wanted for value in row]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from gem_data.interface import DataError
-from gem_data.rows import Rows, Where, check_types, concatenate, decode
+from gem_data.rows import Rows, Where, check_types, decode
 from gem_data.testing import tiny_schema, tiny_table
 
 WHERE = Where(file="f.parquet", row_group=3)
@@ -72,15 +71,6 @@ def test_zero_rows_decode() -> None:
     rows = decode(tiny_schema(), tiny_table(rows=5, seed=0).slice(0, 0), WHERE)
     assert len(rows) == 0
     assert [stream.offsets.tolist() for stream in rows.streams] == [[0], [0]]
-
-
-def test_concatenate_is_decoding_at_once() -> None:
-    table = tiny_table(rows=20, seed=0)
-    parts = [decode(tiny_schema(), table.slice(a, n), WHERE) for a, n in ((0, 7), (7, 0), (7, 13))]
-    joined, whole = concatenate(parts), decode(tiny_schema(), table, WHERE)
-    assert lists_of(joined) == lists_of(whole)
-    for name in ("keys", "labels", "weights", "dense", "scalars"):
-        assert np.array_equal(getattr(joined, name), getattr(whole, name))
 
 
 @pytest.mark.parametrize("pieces", [1, 3])

@@ -1,9 +1,8 @@
-"""Rows -> Batch: gathers the rows of a batch straight into the buffers of its tensors.
+"""Rows -> Batch: the values of a batch's rows are written into one buffer, and its tensors are parts of it.
 
-A batch takes rows from one or more decoded windows (`Part`: rows and which of them). For every jagged group, a list or
-a whole stream, the places of its rows are worked out once, and each parallel column is gathered with them, a row at a
-time (gather.py): no Python object per row or event. Cutting to `max_length` is part of the same arithmetic: an event
-list that is too long starts later.
+A batch takes rows from one or more windows. window.py copies the values of all id columns, actions and times of these
+rows, column by column, so that the first part of the buffer is the KeyedJaggedTensor's values and the rest belongs to
+the streams: no Python object per row or event, and no copy behind that one.
 
 The KeyedJaggedTensor is built directly from its values and lengths, key by key: scalars have length 1 everywhere, the
 fields of a stream repeat its lengths. It is given its host-side totals too, so that nobody has to add them up again.
@@ -11,10 +10,10 @@ fields of a stream repeat its lengths. It is given its host-side totals too, so 
     two rows, keys [user, views.item], user ids (3, 5), histories ([7, 8], [])
     values [3, 5, 7, 8], lengths [1, 1, 2, 0], stride 2
 
-numpy rather than torch does the gathering: this runs on the reading thread, and torch's intra-op threads would compete
-with the step's.
+numpy and Arrow rather than torch do the gathering: this runs on the reading thread, and torch's intra-op threads would
+compete with the step's.
 
-Shapes: B rows, T tasks, F dense features, K keys, N events.
+Shapes: B rows, T tasks, F dense features, K keys, N events, C columns (K, then actions and times of every stream).
 """
 
 from __future__ import annotations
@@ -28,25 +27,17 @@ import numpy.typing as npt
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from gem_data.gather import Chosen, choose, gather
 from gem_data.interface import Batch, EventStream, Schema
 from gem_data.rows import Int64, Rows
+from gem_data.window import Window, gather, join, limits_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """`take` (n,) int64: which rows of `rows`, in batch order.
-
-    drawn: for each stream, (R,) most events of every row of `rows` (lengths.py); None: no such limits.
-    """
+    """`take` (n,) int64: which rows of `rows`, in batch order."""
 
     rows: Rows
     take: Int64
-    drawn: tuple[Int64, ...] | None = None
-
-    def limit(self, stream: int, limit: int) -> int | Int64:
-        """Most events of each taken row of a stream."""
-        return limit if self.drawn is None else np.minimum(self.drawn[stream][self.take], limit)
 
 
 def collate(
@@ -62,118 +53,132 @@ def collate(
     max_length   keep the latest events of each stream (None, or more than it: the schema's limit)
     global_rows  rows of the whole global batch; None = these rows
     """
-    count = sum(len(part.take) for part in parts)
-    keys = _gather_columns([part.rows.keys for part in parts], parts, 3)
-    ids, streams = _jagged_parts(schema, parts, count, max_length)
-    return Batch(
-        sample_ids=torch.from_numpy(keys[0]),
-        user_ids=torch.from_numpy(keys[1]),
-        timestamps=torch.from_numpy(keys[2]),
-        labels=torch.from_numpy(_gather_rows([part.rows.labels for part in parts], parts, len(schema.labels))),
-        weights=torch.from_numpy(_gather_rows([part.rows.weights for part in parts], parts, len(schema.labels))),
-        dense=torch.from_numpy(_gather_rows([part.rows.dense for part in parts], parts, len(schema.dense))),
-        ids=ids,
-        streams=streams,
-        row_index=torch.from_numpy(_gather_rows([part.rows.origin for part in parts], parts, 3, np.int64)),
+    limits = limits_of(schema, max_length)
+    windows = [join(schema, [part.rows], [limits]) for part in parts]
+    return take_batch(schema, windows, [part.take for part in parts], global_rows=global_rows, step=step)
+
+
+def take_batch(
+    schema: Schema, windows: Sequence[Window], takes: Sequence[Int64], *, global_rows: int | None = None, step: int = 0
+) -> Batch:
+    """The Batch of rows takes[0] of windows[0], then takes[1] of windows[1], and so on; see `collate`."""
+    count = sum(map(len, takes))
+    if not count:
+        return _empty(schema, global_rows=global_rows or 0, step=step)
+
+    def chosen(name: str) -> npt.NDArray[Any]:
+        found = [getattr(window, name).take(take, axis=0) for window, take in zip(windows, takes, strict=True)]
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    values, lengths_CB = gather(windows, takes)
+    keys = np.concatenate([window.keys.take(take, axis=1) for window, take in zip(windows, takes, strict=True)], axis=1)
+    return _build(
+        schema,
+        keys=keys,
+        floats={name: chosen(name) for name in ("labels", "weights", "dense")},
+        origin=chosen("origin"),
+        values=values,
+        lengths_CB=lengths_CB,
         global_rows=count if global_rows is None else global_rows,
         step=step,
     )
 
 
-def _jagged_parts(
-    schema: Schema, parts: Sequence[Part], count: int, max_length: int | None
-) -> tuple[KeyedJaggedTensor, dict[str, EventStream]]:
-    """The KeyedJaggedTensor over all id features, and the streams' offsets, actions and times."""
-    lists = [
-        [choose(part.rows.lists[index].offsets, part.take, None) for part in parts]
-        for index in range(len(schema.lists))
-    ]
-    limits = [
-        stream.max_length if max_length is None else min(max_length, stream.max_length) for stream in schema.streams
-    ]
-    events = [
-        [choose(part.rows.streams[index].offsets, part.take, part.limit(index, limit)) for part in parts]
-        for index, limit in enumerate(limits)
-    ]
-    keys = [key for key, _ in schema.id_features()]
-    key_totals = [count] * len(schema.scalars) + [_total(found) for found in lists]
-    for stream, found in zip(schema.streams, events, strict=True):
-        key_totals += [_total(found)] * len(stream.fields)
-    values = np.empty(sum(key_totals), np.int64)
-    lengths_KB = np.empty((len(keys), count), np.int64)
-
-    scalars = len(schema.scalars)
-    lengths_KB[:scalars] = 1
-    _gather_columns([part.rows.scalars for part in parts], parts, scalars, out=values[: scalars * count])
-    key, end = scalars, scalars * count
-    for index, found in enumerate(lists):
-        lengths_KB[key] = _lengths(found, count)
-        end = _gather_flat([part.rows.lists[index].values for part in parts], found, values, end)
-        key += 1
-    streams = {}
-    for index, (stream, found) in enumerate(zip(schema.streams, events, strict=True)):
-        lengths = _lengths(found, count)
-        for column in range(len(stream.fields)):
-            lengths_KB[key] = lengths
-            end = _gather_flat([part.rows.streams[index].columns[column] for part in parts], found, values, end)
-            key += 1
-        streams[stream.name] = _stream(parts, index, found, lengths)
-    assert end == len(values)
-    ids = KeyedJaggedTensor(
-        keys=keys,
-        values=torch.from_numpy(values),
-        lengths=torch.from_numpy(lengths_KB.reshape(-1)),
-        stride=count,
-        length_per_key=key_totals,
-        offset_per_key=np.cumsum([0, *key_totals]).tolist(),
-    )
-    return ids, streams
-
-
-def _stream(parts: Sequence[Part], index: int, found: Sequence[Chosen], lengths: Int64) -> EventStream:
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    actions, times = np.empty(offsets[-1], np.int64), np.empty(offsets[-1], np.int64)
-    _gather_flat([part.rows.streams[index].columns[-2] for part in parts], found, actions, 0)
-    _gather_flat([part.rows.streams[index].columns[-1] for part in parts], found, times, 0)
-    return EventStream(
-        offsets=torch.from_numpy(offsets), actions=torch.from_numpy(actions), times=torch.from_numpy(times)
-    )
-
-
-def _total(found: Sequence[Chosen]) -> int:
-    return sum(chosen.total for chosen in found)
-
-
-def _lengths(found: Sequence[Chosen], count: int) -> Int64:
-    return np.concatenate([chosen.lengths for chosen in found]) if found else np.zeros(count, np.int64)
-
-
-def _gather_flat(sources: Sequence[Int64], found: Sequence[Chosen], out: Int64, start: int) -> int:
-    """Gather every part's events into `out` from `start` on; returns where it ended."""
-    for source, chosen in zip(sources, found, strict=True):
-        gather(source, chosen, out[start : start + chosen.total])
-        start += chosen.total
-    return start
-
-
-def _gather_columns(sources: Sequence[Int64], parts: Sequence[Part], columns: int, out: Int64 | None = None) -> Int64:
-    """(columns, R) matrices -> (columns, B); into the flat `out` where given."""
-    count = sum(len(part.take) for part in parts)
-    result = (np.empty(columns * count, np.int64) if out is None else out).reshape(columns, count)
-    start = 0
-    for source, part in zip(sources, parts, strict=True):
-        stop = start + len(part.take)
-        result[:, start:stop] = source[:, part.take]
-        start = stop
-    return result
-
-
-def _gather_rows(
-    sources: Sequence[npt.NDArray[Any]], parts: Sequence[Part], columns: int, dtype: type = np.float32
-) -> npt.NDArray[Any]:
-    """(R, columns) matrices -> (B, columns)."""
+def whole_batch(schema: Schema, parts: Sequence[Rows], *, global_rows: int, step: int) -> Batch:
+    """The Batch of all rows of all `parts`, one after the other, not cut: their columns are joined as they are."""
+    parts = [part for part in parts if len(part)]
     if not parts:
-        return np.empty((0, columns), dtype)
-    taken = [source[part.take] for source, part in zip(sources, parts, strict=True)]
-    return taken[0] if len(taken) == 1 else np.concatenate(taken)
+        return _empty(schema, global_rows=global_rows, step=step)
+    columns: list[list[Int64]] = [[part.scalars[key] for part in parts] for key in range(len(schema.scalars))]
+    lengths = [[np.ones(len(part), np.int64) for part in parts]] * len(schema.scalars)
+    for index in range(len(schema.lists)):
+        columns.append([part.lists[index].values for part in parts])
+        lengths.append([np.diff(part.lists[index].offsets) for part in parts])
+    behind: list[tuple[list[Int64], list[Int64]]] = []
+    for index, stream in enumerate(schema.streams):
+        own = [np.diff(part.streams[index].offsets) for part in parts]
+        for column in range(len(stream.fields) + 2):
+            found = [part.streams[index].columns[column] for part in parts]
+            if column < len(stream.fields):
+                columns.append(found)
+                lengths.append(own)
+            else:
+                behind.append((found, own))
+    columns += [found for found, _ in behind]
+    lengths += [own for _, own in behind]
+    return _build(
+        schema,
+        keys=np.concatenate([part.keys for part in parts], axis=1),
+        floats={
+            name: np.concatenate([getattr(part, name) for part in parts]) for name in ("labels", "weights", "dense")
+        },
+        origin=np.concatenate([part.origin for part in parts]),
+        values=np.concatenate([piece for column in columns for piece in column] or [np.empty(0, np.int64)]),
+        lengths_CB=np.array([np.concatenate(own) for own in lengths]).reshape(len(lengths), -1),
+        global_rows=global_rows,
+        step=step,
+    )
+
+
+def _build(
+    schema: Schema,
+    *,
+    keys: Int64,
+    floats: dict[str, npt.NDArray[Any]],
+    origin: Int64,
+    values: Int64,
+    lengths_CB: Int64,
+    global_rows: int,
+    step: int,
+) -> Batch:
+    """The Batch of values that lie column by column: K keys, then actions and times of every stream."""
+    names = [key for key, _ in schema.id_features()]
+    count = keys.shape[1]
+    totals = lengths_CB.sum(axis=1)
+    ends = [0, *np.cumsum(totals).tolist()]
+    flat = torch.from_numpy(values)
+    streams = {}
+    for index, stream in enumerate(schema.streams):
+        column = len(names) + 2 * index
+        offsets = np.zeros(count + 1, np.int64)
+        np.cumsum(lengths_CB[column], out=offsets[1:])
+        streams[stream.name] = EventStream(
+            offsets=torch.from_numpy(offsets),
+            actions=flat[ends[column] : ends[column + 1]],
+            times=flat[ends[column + 1] : ends[column + 2]],
+        )
+    ids = KeyedJaggedTensor(
+        keys=names,
+        values=flat[: ends[len(names)]],
+        lengths=torch.from_numpy(lengths_CB[: len(names)].reshape(-1)),
+        stride=count,
+        length_per_key=totals[: len(names)].tolist(),
+        offset_per_key=ends[: len(names) + 1],
+    )
+    keys_3B = torch.from_numpy(keys)
+    return Batch(
+        sample_ids=keys_3B[0],
+        user_ids=keys_3B[1],
+        timestamps=keys_3B[2],
+        **{name: torch.from_numpy(found) for name, found in floats.items()},
+        ids=ids,
+        streams=streams,
+        row_index=torch.from_numpy(origin),
+        global_rows=global_rows,
+        step=step,
+    )
+
+
+def _empty(schema: Schema, *, global_rows: int, step: int) -> Batch:
+    tasks, columns = len(schema.labels), len(schema.id_features()) + 2 * len(schema.streams)
+    shapes = {"labels": tasks, "weights": tasks, "dense": len(schema.dense)}
+    return _build(
+        schema,
+        keys=np.empty((3, 0), np.int64),
+        floats={name: np.empty((0, width), np.float32) for name, width in shapes.items()},
+        origin=np.empty((0, 3), np.int64),
+        values=np.empty(0, np.int64),
+        lengths_CB=np.empty((columns, 0), np.int64),
+        global_rows=global_rows,
+        step=step,
+    )

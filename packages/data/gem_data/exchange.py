@@ -14,7 +14,7 @@ aligned wherever the buffer lies:
     floats                         n x (labels T, weights T, dense F, padding) float32
     values                         of every list, then of every stream: its fields, actions, times
 
-Cost: one gather of the rows sent, and one of the rows received (collate.py).
+Cost: one gather of the rows sent, and one copy of the rows received.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gem_data.collate import Part, collate
+from gem_data.collate import Part, collate, whole_batch
 from gem_data.interface import Batch, Schema
 from gem_data.rows import Events, Int64, Jagged, Rows
 
@@ -95,11 +95,11 @@ def unpack_rows(
 ) -> Batch:
     """The batch of all rows of all buffers, one after the other; counts[i] rows are in chunks[i]."""
     parts = [
-        Part(rows=_unpack(schema, chunk.view(torch.int64).numpy(), count), take=np.arange(count, dtype=np.int64))
+        _unpack(schema, chunk.view(torch.int64).numpy(), count)
         for chunk, count in zip(chunks, counts, strict=True)
         if count
     ]
-    return collate(schema, parts, global_rows=global_rows, step=step)
+    return whole_batch(schema, parts, global_rows=global_rows, step=step)
 
 
 def take_rows(schema: Schema, batch: Batch, take: Int64) -> Batch:

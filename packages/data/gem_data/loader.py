@@ -1,7 +1,8 @@
 """The loader: this rank's part of every global batch, read ahead by a thread, resumable at what was trained.
 
 Which rows make a batch is batching.py's pure plan; this file executes it: it keeps the decoded window of every shard
-that this rank reads, so that a row group is decoded once an epoch, gathers the rows (collate.py) and hands batches out.
+that this rank reads, so that a row group is decoded once an epoch, copies rows into batches (window.py, collate.py) and
+hands those out.
 
 Three positions, all `Cursor`s of the plan:
 
@@ -14,14 +15,14 @@ row group and row to be read next, for people and as a proof: loading recomputes
 whose places do not agree. It also names every file with the hash of its content from schema.json, so that a state of
 other data or of another order cannot continue silently (state.py says what that does and does not cover).
 
-Cost: one window of decoded rows per shard of this rank (row group rows x window_groups), the batches read ahead, and
-while a window is being read its row groups twice. state_dict() sorts one window per shard (about 2 ms each).
+Cost: one window of decoded rows per shard of this rank (row group rows x window_groups), 16 bytes a row and column
+beside it, and the batches read ahead. state_dict() sorts one window per shard (about 2 ms each).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,17 +32,21 @@ import numpy.typing as npt
 
 from gem_data.balance import base_batch_order
 from gem_data.batching import PAIRS, Cursor, EpochPlan, Group, Plan
-from gem_data.collate import Part, collate
+from gem_data.collate import take_batch
 from gem_data.cost import check_cost, events_cost, loads_of
 from gem_data.interface import Batch, DataError, LoaderConfig, Schema
 from gem_data.lengths import drawn_limits
 from gem_data.prefetch import Prefetch
 from gem_data.remote import RemotePath
-from gem_data.rows import Int64, Rows, concatenate
+from gem_data.rows import Int64, Rows
 from gem_data.schema import SCHEMA_FILE, read_schema, select
 from gem_data.shards import Shards, groups_of
 from gem_data.state import build_state, cursor_from_state
 from gem_data.validation import check_config
+from gem_data.window import Limits, Window, join, limits_of
+
+Kept = npt.NDArray[np.bool_]
+"""Whether each row of a window, counted as the plan does, is in a group that could be used."""
 
 OnDamage = Callable[[DataError, int], None]
 """Hears of a row group that cannot be used, and its rows; called where it is read, perhaps in the reading thread."""
@@ -180,27 +185,25 @@ def _read(loader: ArrowLoader, cursor: Cursor) -> Generator[tuple[Batch, Cursor]
     while cursor.epoch == start:
         given = plan.shares(cursor)
         after = plan.advance(cursor, given)
-        parts = []
+        held, takes = [], []
         for piece in plan.pieces(cursor, given, rank=rank, world_size=world_size):
-            held = windows.get(piece.shard, piece.window)
-            take = held.order[piece.start : piece.stop]
-            if held.rows is not None:
-                parts.append(Part(rows=held.rows, take=take[take >= 0], drawn=held.drawn))
-        batch = collate(
-            shards.schema, parts, max_length=config.max_length, global_rows=int(given.sum()), step=cursor.step
-        )
+            window = windows.get(piece.shard, piece.window)
+            take = window.order[piece.start : piece.stop]
+            if window.rows is not None:
+                held.append(window.rows)
+                takes.append(take[take >= 0])
+        batch = take_batch(shards.schema, held, takes, global_rows=int(given.sum()), step=cursor.step)
         yield batch, after
         cursor = after
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Window:
-    """order: of the rows, -1 for one of a damaged group; drawn: most events by stream and row (lengths.py)."""
+class _Held:
+    """rows: of the groups that are sound; order: of the plan's rows, pointing into `rows`, -1 for one that is not."""
 
     number: int
-    rows: Rows | None
+    rows: Window | None
     order: Int64
-    drawn: tuple[Int64, ...] | None
 
 
 class _Windows:
@@ -211,9 +214,9 @@ class _Windows:
     ) -> None:
         self._shards, self._epoch, self._config, self._number = shards, epoch, config, number
         self._on_damage = on_damage
-        self._held: dict[int, _Window] = {}
+        self._held: dict[int, _Held] = {}
 
-    def get(self, shard: int, window: int) -> _Window:
+    def get(self, shard: int, window: int) -> _Held:
         """Decode the window unless it is the one at hand; the shard's former window is let go first."""
         held = self._held.get(shard)
         if held is None or held.number != window:
@@ -221,13 +224,16 @@ class _Windows:
             held = None
             groups = self._epoch.window_groups(shard, window)
             parts = [self._read(group) for group in groups]
-            sound = [part for part in parts if part is not None]
-            rows = concatenate(sound) if sound else None
             kept = np.repeat([part is not None for part in parts], [group.rows for group in groups])
-            drawn = None if rows is None else drawn_limits(self._shards.schema, rows, self._config, self._number)
-            order = self._order(shard, window, rows, kept, drawn)
+            sound = [part for part in parts if part is not None]
+            schema = self._shards.schema
+            drawn = [drawn_limits(schema, part, self._config, self._number) for part in sound]
+            order = self._order(shard, window, sound, drawn, kept)
             assert len(order) == len(kept)
-            held = self._held[shard] = _Window(number=window, rows=rows, order=order, drawn=drawn)
+            whole = limits_of(schema, self._config.max_length)
+            limits = [whole if most is None else most for most in drawn]
+            rows = join(schema, sound, limits) if sound else None
+            held = self._held[shard] = _Held(number=window, rows=rows, order=order)
         return held
 
     def _read(self, group: Group) -> Rows | None:
@@ -240,27 +246,33 @@ class _Windows:
             return None
 
     def _order(
-        self, shard: int, window: int, rows: Rows | None, kept: npt.NDArray[np.bool_], drawn: tuple[Int64, ...] | None
+        self, shard: int, window: int, sound: Sequence[Rows], drawn: Sequence[Limits | None], kept: Kept
     ) -> Int64:
         """The plan's order, and with base batches its rows moved so that shares weigh alike (balance.py).
 
-        Rows are counted as the plan does; the result points into `rows`, which has only those that are kept.
+        Rows are counted as the plan does; the result points into the rows of the sound groups alone.
         """
-        order = self._moved(shard, window, rows, kept, drawn)
+        order = self._moved(shard, window, sound, drawn, kept)
         if kept.all():
             return order
         return np.where(kept[order], (np.cumsum(kept) - 1)[order], -1)
 
     def _moved(
-        self, shard: int, window: int, rows: Rows | None, kept: npt.NDArray[np.bool_], drawn: tuple[Int64, ...] | None
+        self, shard: int, window: int, sound: Sequence[Rows], drawn: Sequence[Limits | None], kept: Kept
     ) -> Int64:
         config, order = self._config, self._epoch.window_order(shard, window)
         if config.base_batch is None:
             return order
-        cost = events_cost(self._shards.schema) if config.cost is None else config.cost
+        schema = self._shards.schema
+        cost = events_cost(schema) if config.cost is None else config.cost
         loads = np.zeros(len(kept))
-        if rows is not None:
-            loads[kept] = loads_of(self._shards.schema, rows, cost, max_length=config.max_length, drawn=drawn)
+        if sound:
+            loads[kept] = np.concatenate(
+                [
+                    loads_of(schema, rows, cost, max_length=config.max_length, drawn=most)
+                    for rows, most in zip(sound, drawn, strict=True)
+                ]
+            )
         moved = base_batch_order(
             loads[order],
             base_batch=config.base_batch,

@@ -3,7 +3,7 @@
 Arrow already stores a list column as one flat array of values and an array of offsets, which is what a jagged feature
 is; so nothing here makes a Python object per row or per event. Where a column is one chunk without nulls the flat
 values are the Arrow buffer itself (no copy). All parallel lists of a stream share one offsets array: their offsets are
-compared once, here, and every later step (gather, cut, collate) computes its indices once per stream, not per column.
+compared once, here, and every later step (cut, choose) computes once per stream, not per column.
 
     array = pa.array([[7, 8], [], [9]])  ->  values [7, 8, 9], offsets [0, 2, 2, 3]
 
@@ -168,38 +168,6 @@ def decode(schema: Schema, table: pa.Table, where: Where, *, file_index: int = -
             for stream in schema.streams
         ),
         origin=origin,
-    )
-
-
-def concatenate(parts: Sequence[Rows]) -> Rows:
-    """The rows of `parts` one after the other (one part is returned as it is)."""
-    if len(parts) == 1:
-        return parts[0]
-    first = parts[0]
-    return Rows(
-        keys=np.concatenate([part.keys for part in parts], axis=1),
-        labels=np.concatenate([part.labels for part in parts]),
-        weights=np.concatenate([part.weights for part in parts]),
-        dense=np.concatenate([part.dense for part in parts]),
-        scalars=np.concatenate([part.scalars for part in parts], axis=1),
-        lists=tuple(
-            Jagged(
-                values=np.concatenate([part.lists[index].values for part in parts]),
-                offsets=_join_offsets([part.lists[index].offsets for part in parts]),
-            )
-            for index in range(len(first.lists))
-        ),
-        streams=tuple(
-            Events(
-                columns=tuple(
-                    np.concatenate([part.streams[index].columns[column] for part in parts])
-                    for column in range(len(first.streams[index].columns))
-                ),
-                offsets=_join_offsets([part.streams[index].offsets for part in parts]),
-            )
-            for index in range(len(first.streams))
-        ),
-        origin=np.concatenate([part.origin for part in parts]),
     )
 
 
