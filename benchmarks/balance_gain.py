@@ -1,11 +1,17 @@
-"""Step time of two processes on long-tailed lengths, without and with the balancer across ranks.
+"""Step time of two ranks on long-tailed lengths, without and with the balancer across ranks.
 
-    python benchmarks/balance_gain.py [--rows-per-rank 8] [--steps 40] [--repeats 2] [--device cpu]
+    OUT=results python benchmarks/balance_gain.py                   two GPUs
+    python benchmarks/balance_gain.py --device cpu                  two gloo processes, small sizes
+    python benchmarks/balance_gain.py --rows 16 --median 4096       another workload
 
-Writes a data set whose histories have exp(normal) lengths around 96, cut to 4 to 512, and trains the same global
-batches twice with torchrun on two processes (one thread each; on CUDA one GPU each), two HSTU blocks of width 64: the
-first time as they are cut, the second time balanced by counted FLOPs. Losses are compared first; then the figures of
-the steps behind the tenth are printed.
+Both ranks draw the same global batches from a seed: histories exp(normal) x MEDIAN long, cut to LONGEST. They train the
+same model on them twice, from the same parameters, in turns of a few steps in one pair of processes: as the batches are
+cut, and balanced by counted FLOPs, with the exchange of rows that a job has (gem_pipelines.balance, one step ahead, on
+a gloo group of its own). Before anything is timed, the losses of the first steps are compared. Timed steps are those
+behind the warm-up; a step's time is that of the slower rank.
+
+Reads no files, so it needs torch, TorchRec and FBGEMM, but no pyarrow. Products run in TF32 on CUDA. Prints a table,
+writes $OUT/balance_gain.json. Ends with 1 when losses differ or the ranks are not done within --limit-s.
 """
 
 from __future__ import annotations
@@ -13,104 +19,57 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pyarrow as pa
-
-WARM_UP = 10
-
-
-def write_data(directory: Path, *, rows: int, seed: int = 0) -> None:
-    """One stream, one task."""
-    from gem_data.api import write_dataset
-    from gem_data.interface import IdFeature, LabelInfo, Schema, StreamInfo, TableInfo
-
-    item = IdFeature(name="item", table="item")
-    stream = StreamInfo(name="views", fields=(item,), action_bits=2, max_length=512)
-    schema = Schema(
-        name="long-tailed",
-        created_by="benchmarks/balance_gain.py",
-        tables=(TableInfo(name="item", rows=1000),),
-        labels=(LabelInfo(name="click"),),
-        scalars=(item,),
-        streams=(stream,),
-    )
-    tables = {}
-    for split, first in (("train", 0), ("eval", rows)):
-        count = rows if split == "train" else 64
-        rng = np.random.default_rng((seed, first))
-        lengths = np.clip(np.round(96 * np.exp(rng.standard_normal(count))), 4, 512).astype(np.int64)
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        events = int(offsets[-1])
-        columns = {
-            "item": rng.integers(0, 1000, events),
-            "action": rng.integers(0, 4, events),
-            "time": np.zeros(events, np.int64),
-        }
-        tables[split] = pa.table(
-            {
-                "sample_id": np.arange(first, first + count),
-                "user_id": np.arange(first, first + count),
-                "timestamp": np.arange(first, first + count) + 1,
-                "label.click": rng.integers(0, 2, count).astype(np.float32),
-                "id.item": rng.integers(0, 1000, count),
-                **{f"stream.views.{n}": pa.ListArray.from_arrays(offsets, v) for n, v in columns.items()},
-            }
-        )
-    write_dataset(directory, schema, tables, rows_per_group=64)
+GPU = Path(__file__).with_name("gpu")
+WORKER = GPU / "balance_rank.py"
+# rows of a rank, median, longest, dim, layers, steps timed of each method
+CUDA = {"rows": 32, "median": 2048, "longest": 8192, "dim": 256, "layers": 4, "steps": 24}
+CPU = {"rows": 8, "median": 64, "longest": 512, "dim": 32, "layers": 2, "steps": 16}
 
 
-def train(data: Path, run: Path, *, method: str, rows_per_rank: int, steps: int, device: str) -> list[dict[str, Any]]:
-    """Train records of a run of two processes."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "gem_pipelines", "train", "--recipe", "debug", "--data", str(data), "--run-dir", str(run)),
-        *("--data.global-batch-size", str(2 * rows_per_rank), "--train.steps", str(steps), "--train.threads", "1"),
-        *("--train.checkpoint-every", "0", "--train.profile-every", "0", "--train.survey-rows", "0"),
-        *("--train.tensorboard", "False", "--train.peak-flops-per-s", "1e9", "--train.device", device),
-        *("--model.stream.dim", "64", "--model.dim", "32", "--model.table-dim", "32", "--balance.method", method),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if record["kind"] == "train"]
-
-
-def main() -> None:
-    """The command line above."""
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows-per-rank", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as parent:
-        data = Path(parent) / "data"
-        write_data(data, rows=2 * arguments.rows_per_rank * arguments.steps)
-        options = {"rows_per_rank": arguments.rows_per_rank, "steps": arguments.steps, "device": arguments.device}
-        runs: dict[str, list[dict[str, Any]]] = {"none": [], "global": []}
-        for number in range(arguments.repeats):
-            for method, held in runs.items():  # in turn, so that a busy machine is busy for both
-                held += train(data, Path(parent) / f"{method}-{number}", method=method, **options)
-    for a, b in zip(*runs.values(), strict=True):
-        if abs(a["loss"] - b["loss"]) > 1e-4 * abs(a["loss"]):
-            raise SystemExit(f"step {a['step']}: losses differ: {a['loss']} and {b['loss']}")
-    print("balance   seconds a step (median)   load   own work   (max over mean of the ranks, mean over steps)")
-    medians = {}
-    for method, records in runs.items():
-        later = [record for record in records if record["step"] > WARM_UP]
-        medians[method] = statistics.median(record["seconds"] for record in later)
-        load, work = (statistics.mean(r["imbalance"][name] for r in later) for name in ("load", "seconds"))
-        print(f"{method:8s}  {medians[method]:24.4f}  {load:5.3f}  {work:8.3f}")
-    print(f"gain: {medians['none'] / medians['global']:.3f}x")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    for name, value in CUDA.items():
+        parser.add_argument(f"--{name}", type=int, help=f"{value} on CUDA, {CPU[name]} on the CPU")
+    parser.add_argument("--attention", choices=("eager", "triton"), help="default: triton on CUDA, eager on the CPU")
+    parser.add_argument("--limit-s", type=float, default=95.0)
+    given = vars(parser.parse_args())
+    cuda = given["device"] == "cuda"
+    defaults = {**(CUDA if cuda else CPU), "attention": "triton" if cuda else "eager"}
+    chosen = {name: given[name] or value for name, value in defaults.items()}
+    sys.path.insert(0, str(GPU))
+    from parallel import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        try:
+            launch(
+                2, work, [json.dumps({**chosen, "device": given["device"]})], limit_s=given["limit_s"], worker=WORKER
+            )
+        except RuntimeError as problem:
+            print(problem, file=sys.stderr)
+            return 1
+        found = json.loads((work / "balance.json").read_text())
+    if "OUT" in os.environ:
+        out = Path(os.environ["OUT"])
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "balance_gain.json").write_text(json.dumps(found, indent=1))
+    print(f"{found['device']['name']}: {chosen}")
+    print("phases, seconds since the start: " + ", ".join(f"{name} {at:.0f}" for name, at in found["phases"].items()))
+    print("balance   ms a step (median, fastest)   load   own work   (max over mean of the ranks, mean over steps)")
+    for method, row in found["methods"].items():
+        step, fastest = row["step_s"] * 1e3, row["fastest_step_s"] * 1e3
+        print(f"{method:8s}  {step:12.2f} {fastest:12.2f}   {row['load']:8.3f}  {row['work']:8.3f}")
+    print(f"gain: {found['gain']:.3f}x; losses differ by at most {found['loss_difference']:.1e} (relative)")
+    if found["first_loss_difference"] > found["tolerance"]:
+        print(f"the first losses differ by {found['first_loss_difference']:.1e}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

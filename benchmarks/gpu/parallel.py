@@ -38,7 +38,7 @@ PACKAGES = (*ROOT.glob("packages/*/"), ROOT / "pipelines", ROOT / "benchmarks")
 TIME_LIMIT_S = 280
 
 
-def launch(world: int, work: Path, arguments: list[str], *, limit_s: float) -> None:
+def launch(world: int, work: Path, arguments: list[str], *, limit_s: float, worker: Path = WORKER) -> None:
     """Run all ranks of one world; RuntimeError with what they said when one fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -58,7 +58,7 @@ def launch(world: int, work: Path, arguments: list[str], *, limit_s: float) -> N
             "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "0"),
             "TORCH_SYMM_MEM_DISABLE_MULTICAST": os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
         }
-        command = [sys.executable, str(WORKER), str(work), *arguments]
+        command = [sys.executable, str(worker), str(work), *arguments]
         with log.open("w") as out:
             ranks.append(subprocess.Popen(command, env=settings, stdout=out, stderr=subprocess.STDOUT))
     codes: list[int | None] = []

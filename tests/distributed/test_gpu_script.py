@@ -1,4 +1,4 @@
-"""benchmarks/gpu/parallel.py runs end to end over gloo, so that a GPU host is not where its mistakes are found."""
+"""What runs on several GPUs runs end to end over gloo, so that a GPU host is not where its mistakes are found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "parallel.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPT = BENCHMARKS / "gpu" / "parallel.py"
 
 
 @pytest.mark.slow
@@ -31,3 +32,18 @@ def test_dry_run_over_gloo(tmp_path):
         assert row["predicted_s"] > 0
         assert sum(row["bytes_by_group"].values()) > 0
     assert "shard2.table2" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_balance_gain_over_gloo(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "balance_gain.py"), "--device", "cpu", "--steps", "8"]
+    done = subprocess.run(command, env=os.environ | {"OUT": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "balance_gain.json").read_text())
+    none, balanced = found["methods"]["none"], found["methods"]["global"]
+    assert found["first_loss_difference"] <= 1e-5
+    assert none["events"] == balanced["events"]
+    assert balanced["load"] < none["load"]
+    assert found["gain"] == pytest.approx(none["step_s"] / balanced["step_s"])
+    assert f"gain: {found['gain']:.3f}x" in done.stdout
