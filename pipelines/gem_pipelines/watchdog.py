@@ -224,14 +224,26 @@ class Watchdog:
 
 
 def last_collectives() -> list[str]:
-    """The latest collectives of this process, oldest first: "#12 all_reduce [[33]] float of default_pg, scheduled"."""
+    """The latest collectives of this process, oldest first: "#12 all_reduce [[33]] float of default_pg, scheduled".
+
+    torch keeps those of NCCL and those of other backends in two recorders.
+    """
     import torch
 
+    native = torch._C._distributed_c10d
+    dumps = [
+        getattr(native, name) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json") if hasattr(native, name)
+    ]
+    if not dumps:
+        return ["torch's recorder of collectives is not available"]
+    entries: list[dict[str, Any]] = []
     try:
-        entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"]
-    except (AttributeError, ValueError, KeyError) as error:
-        return [f"torch's recorder of collectives is not available: {type(error).__name__}: {error}"]
-    return [_entry(entry) for entry in entries[-SHOWN_COLLECTIVES:]]
+        for dump in dumps:
+            entries += json.loads(dump()).get("entries", ())
+        entries.sort(key=lambda entry: int(entry.get("time_created_ns", 0)))
+        return [_entry(entry) for entry in entries[-SHOWN_COLLECTIVES:]]
+    except (ValueError, KeyError, TypeError) as error:
+        return [f"torch's recorder of collectives cannot be read: {type(error).__name__}: {error}"]
 
 
 def _entry(entry: dict[str, Any]) -> str:

@@ -47,3 +47,18 @@ def test_balance_gain_over_gloo(tmp_path):
     assert balanced["load"] < none["load"]
     assert found["gain"] == pytest.approx(none["step_s"] / balanced["step_s"])
     assert f"gain: {found['gain']:.3f}x" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_hangs_and_kills_over_gloo(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "gpu" / "nccl_hang.py"), "--device", "cpu", "--only", "faults"]
+    done = subprocess.run(command, env=os.environ | {"OUT": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = json.loads((tmp_path / "nccl_hang.json").read_text())["cases"]
+    assert {name: case["failed"] for name, case in cases.items()} == {
+        "stopped rank": [],
+        "skipped collective": [],
+        "skipped, without watchdog": [],
+        "killed rank, torchrun": [],
+    }

@@ -10,7 +10,7 @@ import torch
 from gem_pipelines.cli.launch import exit_code
 from gem_pipelines.flight import CAPACITY, ENDED, FlightRecorder, clear_flights, read_flights
 from gem_pipelines.restarts import earlier_verdict, note_start
-from gem_pipelines.watchdog import StepLimit, process_state
+from gem_pipelines.watchdog import StepLimit, last_collectives, process_state
 
 
 def test_the_limit_of_a_step_follows_what_steps_take():
@@ -47,6 +47,29 @@ def test_a_record_tells_step_phase_and_rows(tmp_path):
     assert [flight.rank for flight in read_flights(tmp_path)] == [3]
     clear_flights(tmp_path)
     assert read_flights(tmp_path) == []
+
+
+def entry(number, name, created):
+    return {
+        **{"collective_seq_id": number, "profiling_name": name, "input_sizes": [[33]], "input_dtypes": ["Float"]},
+        **{"process_group": ["0", "default_pg"], "state": "scheduled", "retired": False, "time_created_ns": created},
+    }
+
+
+def test_collectives_of_both_recorders_in_the_order_of_time(monkeypatch):
+    """On a CUDA build those of NCCL are in a recorder of their own; without entries it has no such key."""
+    native = torch._C._distributed_c10d
+    gloo = {"entries": [entry(7, "gloo:all_reduce", 1), entry(8, "gloo:all_reduce", 3)]}
+    monkeypatch.setattr(native, "_dump_fr_trace_json", lambda: json.dumps(gloo).encode())
+    monkeypatch.setattr(native, "_dump_nccl_trace_json", lambda: b'{"version": "2.10"}', raising=False)
+    assert [line.split(" ")[0] for line in last_collectives()] == ["#7", "#8"]
+    nccl = {"entries": [entry(4, "nccl:all_gather", 2)]}
+    monkeypatch.setattr(native, "_dump_nccl_trace_json", lambda: json.dumps(nccl).encode())
+    assert last_collectives() == [
+        "#7 all_reduce [[33]] float of default_pg, scheduled",
+        "#4 all_gather [[33]] float of default_pg, scheduled",
+        "#8 all_reduce [[33]] float of default_pg, scheduled",
+    ]
 
 
 def die_in(directory, *, step, rank=0, phase="step"):
