@@ -21,6 +21,7 @@ FAST = (
     "tiles",
     "tiles-paired",
     "tiles-by-prefix-sum",
+    "tiles-kept",
     "halves-of-tiles",
     "bias-over-many-tiles-causal",
 )
@@ -89,6 +90,59 @@ def _tile_checks():
         assert all(r[0] == -1 for r in rows[3:]), rows
 
     return {"tiles": plain, "tiles-paired": paired, "tiles-by-prefix-sum": by_prefix_sum}
+
+
+def _kept_tiles():
+    """The layers of a layout share their tile lists, forward and backward; nothing else does, and nothing stays."""
+    import gc
+
+    import torch
+    from gem_attention import api, tile_lists, triton_launch
+    from gem_attention.interface import AttentionSpec, MaskSpec
+
+    made, make = [], triton_launch.tile_list
+
+    def counted(sequences, **options):
+        made.append(options)
+        return make(sequences, **options)
+
+    def layout_of(lengths):
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        targets = torch.tensor([min(n, 2) for n in lengths])
+        return api.make_layout(q_offsets=offsets, num_targets=targets)
+
+    plain = AttentionSpec(activation="silu", scale=0.3, divisor=4.0, mask=MaskSpec(causal=True))
+    targets = AttentionSpec(activation="silu", scale=0.3, divisor=4.0, mask=MaskSpec(causal=True, targets=True))
+
+    def two_layers(lengths, specs, impl, dtype):
+        layout = layout_of(lengths)
+        generator = torch.Generator().manual_seed(sum(lengths))
+        x = torch.randn(sum(lengths), 2, 16, generator=generator).half().to(dtype).requires_grad_()
+        y = x
+        for spec in specs:
+            y = api.attention(y, y, x, spec=spec, layout=layout, impl=impl)
+        del layout
+        gc.collect()
+        y.sum().backward()
+        return y.detach(), x.grad
+
+    triton_launch.tile_list = counted
+    try:
+        for lengths, specs, lists in (
+            ((9, 0, 5), (plain, plain), 2),  # of rows of q and of k; their tiles are 64 in all kernels
+            ((6, 11), (plain, plain), 2),  # other lengths, a list of its own
+            ((9, 6), (plain, targets), 4),  # what a record says depends on the mask
+        ):
+            made.clear()
+            got = two_layers(lengths, specs, "triton", torch.float16)
+            assert len(made) == lists, (lengths, made)
+            for mine, exact in zip(got, two_layers(lengths, specs, "reference", torch.float64), strict=True):
+                error = (mine.double() - exact).abs().max() / exact.abs().max()
+                assert error < 4e-3, error.item()
+    finally:
+        triton_launch.tile_list = make
+    gc.collect()
+    assert not tile_lists._by_number, "lists outlive their layouts"
 
 
 def _halves_of_tiles():
@@ -195,6 +249,7 @@ def main(names: list[str]) -> None:
     attention = partial(api.attention, impl="triton")
     checks = {str(c): partial(c, attention) for c in conformance(Quirks(dtypes=(torch.float16,)))} | _tile_checks()
     checks["halves-of-tiles"] = _halves_of_tiles
+    checks["tiles-kept"] = _kept_tiles
     checks |= _bias_checks()
     results = {}
     for name in names or checks:

@@ -154,6 +154,8 @@ class AttentionSpec:
 class Layout:
     """What one batch looks like; build it with `api.make_layout`, which checks it. The constructor trusts its caller.
 
+    Its tensors must not change afterwards: what implementations derive from them is kept with the layout.
+
     q_offsets    (B + 1,) int64; sample b owns rows q_offsets[b]:q_offsets[b + 1] of q. None: broadcast queries
     k_offsets    (R + 1,) int64; for "self" the same tensor as q_offsets. R = B unless kv_index
     batch_size   B

@@ -10,6 +10,7 @@ tested and cross-compiled anywhere.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from gem_attention.interface import AttentionSpec
@@ -114,6 +115,7 @@ def padded_dim(dim: int) -> int:
     return max(_MIN_DOT, 1 << (dim - 1).bit_length())
 
 
+@lru_cache(maxsize=1024)  # one entry a spec and kernel: built anew it costs 30 us a launch
 def kernel_spec(
     spec: AttentionSpec,
     tiles: Tiles,
@@ -199,6 +201,7 @@ _BIAS_TILES: dict[tuple[str, int], Tiles] = {
 }
 
 
+@lru_cache(maxsize=1024)
 def pick_tiles(kernel: Kernel, spec: AttentionSpec, *, dim: int, v_dim: int, float32: bool = False) -> Tiles:
     """Tile sizes for a kernel and head dim; block masks get tiles of their block, float32 small tiles."""
     if float32:

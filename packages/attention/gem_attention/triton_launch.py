@@ -5,6 +5,7 @@ Plain functions without autograd; `triton_attention` makes operators of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 
 from gem_attention.interface import AttentionSpec
+from gem_attention.tile_lists import NOT_KEPT, lists_of
 from gem_attention.triton_backward import dkv_kernel, dq_kernel, short_query_kernel
 from gem_attention.triton_bias import Tables, tables_of, time_bounds, time_sides
 from gem_attention.triton_config import Kernel, KernelSpec, Tiles, kernel_spec, pick_tiles
@@ -27,7 +29,7 @@ SHORT_QUERY_ROWS = (32, 64)  # what block_m of short_query_kernel can be
 
 
 class Problem(NamedTuple):
-    """Everything one call is about; tensors that a spec does not use are None."""
+    """Everything one call is about; tensors that a spec does not use are None. lists: see tile_lists."""
 
     q: Tensor
     k: Tensor
@@ -43,6 +45,7 @@ class Problem(NamedTuple):
     position_table: Tensor | None = None
     time_table: Tensor | None = None
     divisor: Tensor | None = None
+    lists: int = NOT_KEPT
 
     @property
     def out_rows(self) -> int:
@@ -217,26 +220,46 @@ def _key_work(p: Problem) -> Tensor:
 
 def query_tiles(p: Problem, block: int, *, paired: bool = False) -> Tensor:
     """Tiles of the output's rows, ordered by the keys they read."""
-    rows, offsets = p.q.shape[0], p.q_offsets
-    if offsets is None:  # every sample has the same seeds
-        offsets, rows = torch.arange(p.batch_size + 1, device=p.q.device) * rows, p.out_rows
-    return tile_list(
-        _sequences(p), rows_offsets=offsets, work_offsets=_key_work(p), rows=rows, block=block, paired=paired
-    )
+
+    def make() -> Tensor:
+        rows, offsets = p.q.shape[0], p.q_offsets
+        if offsets is None:  # every sample has the same seeds
+            offsets, rows = torch.arange(p.batch_size + 1, device=p.q.device) * rows, p.out_rows
+        return tile_list(
+            _sequences(p), rows_offsets=offsets, work_offsets=_key_work(p), rows=rows, block=block, paired=paired
+        )
+
+    return _kept(p, ("q", block, paired), make)
 
 
 def key_tiles(p: Problem, block: int, *, paired: bool = False) -> Tensor:
     """Tiles of k, ordered by the rows that read them (by length where k rows are shared)."""
-    work = p.q_offsets if p.q_offsets is not None and p.kv_index is None else p.k_offsets
-    return tile_list(
-        _sequences(p),
-        rows_offsets=p.k_offsets,
-        work_offsets=work,
-        rows=p.k.shape[0],
-        block=block,
-        keys=True,
-        paired=paired,
-    )
+
+    def make() -> Tensor:
+        return tile_list(
+            _sequences(p),
+            rows_offsets=p.k_offsets,
+            work_offsets=p.q_offsets if p.q_offsets is not None and p.kv_index is None else p.k_offsets,
+            rows=p.k.shape[0],
+            block=block,
+            keys=True,
+            paired=paired,
+        )
+
+    return _kept(p, ("k", block, paired), make)
+
+
+def _kept(p: Problem, kind: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+    """The list of that kind: the layout's own, or made now."""
+    lists = lists_of(p.lists)
+    if lists is None:
+        return make()
+    mask, seeds = p.spec.mask, p.q.shape[0] if p.q_offsets is None else 0
+    key = (*kind, mask.targets, mask.context, seeds)
+    found = lists.get(key)
+    if found is None:
+        found = lists[key] = make()
+    return found
 
 
 def forward(p: Problem, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
