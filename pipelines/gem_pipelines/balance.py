@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -48,8 +49,11 @@ class BalancedLoader:
         global_batch_size: int,
         method: str = "lpt",
         counts: str = "equal",
+        timeout: timedelta | None = None,
     ) -> None:
-        """Every rank must build it at the same time: it makes a process group."""
+        """Every rank must build it at the same time: it makes a process group, whose collectives may take `timeout`
+        (None: as torch has it for gloo).
+        """
         self.inner = self._loader = loader
         self.schema: Schema = loader.schema
         self._exchange = RowExchange(
@@ -59,6 +63,7 @@ class BalancedLoader:
             most_rows=-(-global_batch_size // runtime.world_size),
             method=method,
             counts=counts,
+            timeout=timeout,
         )
         self._open: weakref.ref[_Ahead] | None = None
 
@@ -140,12 +145,22 @@ class RowExchange:
     """Reads a batch and returns the balanced one; runs on one thread, and all ranks' calls match."""
 
     def __init__(
-        self, schema: Schema, *, cost: CostModel, runtime: Runtime, most_rows: int, method: str, counts: str
+        self,
+        schema: Schema,
+        *,
+        cost: CostModel,
+        runtime: Runtime,
+        most_rows: int,
+        method: str,
+        counts: str,
+        timeout: timedelta | None = None,
     ) -> None:
         self._schema, self._cost, self._method, self._counts = schema, cost, method, counts
         self._rank, self._world = runtime.rank, runtime.world_size
         self._most_rows = most_rows
-        self._group: Any = dist.new_group(backend="gloo") if runtime.world_size > 1 else None
+        self._group: Any = None
+        if runtime.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="balance")
 
     def fetch(self, source: Iterator[Batch]) -> Batch | None:
         """The next balanced batch; None at the end of the epoch. Raises on all ranks where one cannot read."""

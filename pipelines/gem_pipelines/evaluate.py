@@ -1,7 +1,8 @@
 """Evaluation on the later split: every row once, metrics over all of them, predictions to Parquet.
 
 Each evaluation makes its own loader, in file order, so that its batches never mix with training's. Ranks may hold
-different numbers of rows, also none. Predictions are gathered and put in the order of sample_id: figures do not
+different numbers of rows, also none. A batch reaches the device as in training: packed, pinned for CUDA, by one
+transfer (ready.py). Predictions are gathered and put in the order of sample_id: figures do not
 depend on the number of processes.
 
 Legend: B rows of a batch, N rows of the split, T tasks.
@@ -21,10 +22,11 @@ import torch
 from gem_data.interface import Loader, Schema
 from torch import Tensor
 
-from gem_pipelines.batches import check_batch, pad_empty
+from gem_pipelines.batches import check_batch
 from gem_pipelines.features import to_model_input
 from gem_pipelines.metrics import evaluate_task
 from gem_pipelines.parallelize import ParallelModel
+from gem_pipelines.ready import pack, place
 from gem_pipelines.runtime import Runtime
 
 
@@ -42,7 +44,7 @@ def predict(parallel: ParallelModel, loader: Loader, *, schema: Schema, runtime:
             for batch in loader.epoch():
                 check_batch(batch, schema, open_ids=parallel.policies)
                 rows = batch.sample_ids.shape[0]
-                placed = pad_empty(batch, schema).to(runtime.device)
+                placed = place(pack(batch, schema, pin=runtime.device.type == "cuda"), runtime.device)
                 vectors = parallel.tables(placed.ids)
                 inputs = to_model_input(placed, vectors, schema=schema, policies=parallel.policies)
                 logits_BT = parallel.module(inputs)[:rows]

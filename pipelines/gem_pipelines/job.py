@@ -220,6 +220,7 @@ def training_loader(
         global_batch_size=config.data.global_batch_size,
         method=balance.partition,
         counts=balance.counts,
+        timeout=timedelta(seconds=config.train.timeout_s),
     )
 
 

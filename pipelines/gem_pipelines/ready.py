@@ -32,6 +32,16 @@ Coming = Sequence[Batch] | ValueError
 """The batches of a step, or why they could not be read."""
 
 
+def pack(batch: Batch, schema: Schema, *, pin: bool) -> PackedBatch:
+    """`batch`, a row of weight 0 where it has none, in one buffer on the CPU."""
+    return pack_batch(pad_empty(batch, schema), pin=pin)
+
+
+def place(packed: PackedBatch, device: torch.device) -> Batch:
+    """The batch where the model computes, moved there by one transfer; on a CPU the packed one itself."""
+    return packed.batch if device.type == "cpu" else move_batch(packed, device).batch
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ready:
     """batches: as given; packed: as cut, none without rows, each in one buffer on the CPU; prepared: all their ids."""
@@ -43,9 +53,7 @@ class Ready:
 
     def on_device(self, device: torch.device) -> list[Batch]:
         """The packed batches where the model computes, each moved by one transfer."""
-        if device.type == "cpu":
-            return [packed.batch for packed in self.packed]
-        return [move_batch(packed, device).batch for packed in self.packed]
+        return [place(packed, device) for packed in self.packed]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +84,7 @@ def make_ready(
     if isinstance(coming, ValueError):
         agreement.stop(coming, step=step)
     totals = agreement.totals(coming, step=step)
-    packed = tuple(pack_batch(pad_empty(batch, schema), pin=pin) for batch in cut(coming))
+    packed = tuple(pack(batch, schema, pin=pin) for batch in cut(coming))
     prepared = tables.prepare(join_ids([held.batch.ids for held in packed]))
     return Ready(batches=coming, totals=totals, packed=packed, prepared=prepared)
 

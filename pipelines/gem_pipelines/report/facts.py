@@ -360,8 +360,8 @@ def _split_facts(split: dict[str, Any]) -> dict[str, str]:
     facts = {
         "rows": count(split.get("rows")),
         "users": count(split.get("users")),
-        "first row": _moment(time.get("first")),
-        "last row": _moment(time.get("last")),
+        "first row": moment(time.get("first")),
+        "last row": moment(time.get("last")),
     }
     for label in split.get("labels") or {}:
         facts[f"rate of label {label}"] = plain(_inner(split, "labels", label, "rate"))
@@ -380,7 +380,8 @@ def _inner(split: dict[str, Any], group: str, name: str, figure: str) -> Any:
     return ((split.get(group) or {}).get(name) or {}).get(figure)
 
 
-def _moment(seconds: Any) -> str:
+def moment(seconds: Any) -> str:
+    """A time stamp as a date in UTC; where it is none, as it is."""
     value = number(seconds)
     if not math.isfinite(value):
         return UNKNOWN

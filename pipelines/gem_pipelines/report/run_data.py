@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 PREDICTIONS_PATTERN = re.compile(r"predictions-(\d+)\.parquet")
-KINDS = ("start", "train", "eval", "resume", "end", "skip", "spike", "quarantine", "checkpoint")
+KINDS = ("start", "train", "eval", "resume", "end", "skip", "spike", "quarantine", "checkpoint", "progressive")
 WARM_UP_STEPS = 3  # outcome.WARM_UP_STEPS, which cannot be imported without torch
 
 
@@ -101,6 +101,7 @@ class RunData:
     end          the `end` record, if the last start of the run reached its end
     incidents    the `skip`, `spike` and `quarantine` records by step; of one kind and step the last written
     saves        the `checkpoint` records by step, the last written of each
+    progressive  the `progressive` records by step: evaluations of the next window of time
     predictions  the predictions file of the highest step
     notes        what is missing or odd, one sentence each
     """
@@ -115,6 +116,7 @@ class RunData:
     end: dict[str, Any] | None
     incidents: tuple[dict[str, Any], ...]
     saves: tuple[dict[str, Any], ...]
+    progressive: tuple[dict[str, Any], ...]
     predictions: Path | None
     predictions_step: int | None
     notes: tuple[str, ...]
@@ -171,6 +173,7 @@ def read_run(directory: Path | str) -> RunData:
         end=metrics.end,
         incidents=tuple(metrics.incidents[key] for key in sorted(metrics.incidents)),
         saves=tuple(metrics.saves[step] for step in sorted(metrics.saves)),
+        progressive=tuple(metrics.progressive[step] for step in sorted(metrics.progressive)),
         predictions=predictions,
         predictions_step=predictions_step,
         notes=tuple(notes),
@@ -217,6 +220,7 @@ class _Metrics:
     end: dict[str, Any] | None = None
     incidents: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
     saves: dict[int, dict[str, Any]] = field(default_factory=dict)
+    progressive: dict[int, dict[str, Any]] = field(default_factory=dict)
     resumes: int = 0
     before: int | None = 0  # the step after which the present process began; None = one before its first record
     unknown: dict[str, int] = field(default_factory=dict)
@@ -281,6 +285,9 @@ def _add_record(metrics: _Metrics, record: Any, where: str) -> None:
         metrics.log.add(record["step"], _figures(record, where), process_step=record["step"] - metrics.before)
     elif kind == "eval":
         metrics.evals[record["step"]] = _checked_eval(record, where)
+    elif kind == "progressive":
+        window = _mapping(record.get("time_window"), f'{where}: "time_window"')
+        metrics.progressive[record["step"]] = {**_checked_eval(record, where), "time_window": window}
     elif kind == "start":
         resumed_from = record.get("resumed_from")
         metrics.before = resumed_from if type(resumed_from) is int else None if metrics.starts else 0

@@ -17,6 +17,7 @@ from gem_pipelines.report.formatting import count, plain, quantity
 from gem_pipelines.report.incidents import incident_table, saves_table
 from gem_pipelines.report.markdown import render_markdown
 from gem_pipelines.report.page import render_page
+from gem_pipelines.report.progressive import progressive_panels, progressive_table
 from gem_pipelines.report.run_data import RunData, read_run
 
 MAX_CALIBRATION_PANELS = 4
@@ -42,9 +43,9 @@ def write_report(run_dir: Path | str) -> Path:
 
 
 def _tables(run: RunData) -> tuple[Table, ...]:
-    """Every table; those of balance, checkpoints and incidents stand behind the throughput's."""
+    """Every table; those of windows, balance, checkpoints and incidents stand behind the throughput's."""
     tables = list(all_tables(run))
-    more = [imbalance_table(run), saves_table(run), incident_table(run)]
+    more = [progressive_table(run), imbalance_table(run), saves_table(run), incident_table(run)]
     titles = [table.title for table in tables]
     behind = titles.index("Throughput") + 1 if "Throughput" in titles else 0
     tables[behind:behind] = [table for table in more if table is not None]
@@ -74,6 +75,7 @@ def _panels(run: RunData, curves: tuple[TaskCurves, ...]) -> tuple[Panel, ...]:
         calibration = [Panel(title="Calibration", caption="", problem="No predictions.")]
     return (
         draw.ne_panel(run),
+        *progressive_panels(run),
         draw.loss_panel(run),
         *calibration,
         draw.roc_panel(run, curves),
