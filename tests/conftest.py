@@ -13,6 +13,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """How much the reliability procedures do, and from which seed."""
     group = parser.getgroup("reliability")
     group.addoption("--full", action="store_true", help="the full counts of the procedures in tests/reliability")
+    group.addoption("--share", type=int, default=1, help="with --full: one of so many slices of the full counts")
     group.addoption("--seed", type=int, default=None, help="seed of their random choices (default: a new one, printed)")
 
 
@@ -21,9 +22,9 @@ _SEED = random.SystemRandom().randrange(2**32)  # another one every session, unl
 
 @pytest.fixture
 def count(request: pytest.FixtureRequest) -> Callable[..., int]:
-    """count(fast=200, full_count=10_000) -> how many tries this session makes."""
-    full = bool(request.config.getoption("--full"))
-    return lambda *, fast, full_count: full_count if full else fast
+    """count(fast=200, full_count=10_000) -> how many tries this session makes; --share 10 makes 1,000 of them."""
+    full, share = bool(request.config.getoption("--full")), int(request.config.getoption("--share"))
+    return lambda *, fast, full_count: -(-full_count // share) if full else fast
 
 
 @pytest.fixture

@@ -21,10 +21,13 @@ import torch
 from gem_data.api import build_loader, write_dataset
 from gem_data.interface import LoaderConfig
 from gem_data.testing import tiny_schema, tiny_table
+from gem_pipelines.checkpoint_format import list_steps
+from gem_pipelines.flight import read_flights
 from gem_pipelines.ledger import Ledger, read_ledger, verify_ledger
 from super_jobs import Zygote
 
 EPOCHS = 2
+JOB_STEPS = EPOCHS * 8  # of whole jobs: 320 rows, 40 a step
 
 
 class Rank:
@@ -194,17 +197,43 @@ def ahead(loader: Any) -> dict[str, Any]:
 def arguments(run: Path, data: Path, rng: random.Random) -> list[str]:
     return [
         *("train", "--recipe", "debug", "--data", str(data), "--run-dir", str(run), "--auto-resume"),
-        *("--data.global-batch-size", "24", "--train.steps", str(EPOCHS * 14), "--train.checkpoint-every", "3"),
+        *("--data.global-batch-size", "40", "--train.steps", str(JOB_STEPS), "--train.eval-batch-size", "80"),
         *("--train.peak-flops-per-s", "1e9", "--train.survey-rows", "0", "--train.profile-every", "0"),
         *("--train.tensorboard", "False", "--train.print-every", "1000", "--train.restart-limit", "50"),
-        *("--train.ledger", "True", "--train.report", "False", "--data.prefetch", str(rng.randint(0, 3))),
+        *("--train.ledger", "True", "--train.report", "False", "--train.predictions", "False"),
+        *("--model.layers", "1", "--model.stream.blocks", "hstu", "--optimizer.schedule", "constant"),
+        # What may change from start to start:
+        *("--data.prefetch", str(rng.randint(0, 3)), "--train.checkpoint-every", str(rng.choice([1, 2, 3, 5]))),
+        *("--train.checkpoint-async", str(rng.random() < 0.7), "--parallel.overlap", str(rng.random() < 0.5)),
+        *("--train.keep-checkpoints", str(rng.randint(1, 3))),
     ]
+
+
+def die(zygote: Zygote, run: Path, pids: list[int], rng: random.Random) -> bool:
+    """SIGKILL for one rank at a random moment: of a start, or of a step that is drawn from all. Was it alive?"""
+    target, deadline = rng.randint(1, JOB_STEPS), time.monotonic() + 60
+    if rng.random() < 0.2:
+        time.sleep(rng.uniform(0.0, 1.0))
+    else:
+        while all(flight.step < target for flight in read_flights(run / "supervision") if flight.pid in pids):
+            if time.monotonic() > deadline or zygote.wait(pids[:1], seconds=0) != [None]:
+                break
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0.0, 0.05))
+    victim = rng.choice(pids)
+    alive = zygote.wait([victim], seconds=0) == [None]
+    if alive:
+        os.kill(victim, signal.SIGKILL)
+    zygote.wait(pids, seconds=0.5)
+    zygote.kill(pids)
+    assert None not in zygote.wait(pids, seconds=20)
+    return alive
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_d1_whole_jobs_killed_and_resumed_at_other_sizes(debug_data, tmp_path, rng, count, counted):
-    schedules, kills, worlds = count(fast=3, full_count=100), 0, set()
+    schedules, kills, resumes, worlds = count(fast=3, full_count=100), 0, 0, set()
     zygote = Zygote()
     try:
         for number in range(schedules):
@@ -213,22 +242,17 @@ def test_d1_whole_jobs_killed_and_resumed_at_other_sizes(debug_data, tmp_path, r
             run, output = parent / "run", parent / "out"
             for _ in range(rng.randint(2, 4)):
                 worlds.add(world := rng.randint(1, 4))
+                resumes += bool(list_steps(run / "checkpoints"))
                 pids = zygote.start(arguments(run, debug_data, rng), world=world, output=output)
-                time.sleep(rng.uniform(0.5, 3.5))
-                victim = rng.choice(pids)
-                if zygote.wait([victim], seconds=0) == [None]:
-                    os.kill(victim, signal.SIGKILL)
-                    kills += 1
-                codes = zygote.wait(pids, seconds=1.0)
-                for pid in pids:
-                    if pid in zygote.running:
-                        os.kill(pid, signal.SIGKILL)
-                zygote.wait([pid for pid, code in zip(pids, codes, strict=True) if code is None], seconds=20)
+                kills += die(zygote, run, pids, rng)
             worlds.add(world := rng.randint(1, 4))
             codes = zygote.wait(zygote.start(arguments(run, debug_data, rng), world=world, output=output), seconds=200)
             assert codes == [0] * world, output.read_text()[-3000:]
             report = verify_ledger(run / "ledger", debug_data)
             assert (report.lost, report.twice, report.complete) == ((), (), EPOCHS), (number, report)
+            assert (report.steps, report.trained) == (JOB_STEPS, EPOCHS * 320)
     finally:
         zygote.close()
-    counted("jobs with 0 lost, 0 twice", f"{schedules} of {schedules}, {kills} kills, sizes {sorted(worlds)}")
+    more = f"{kills} kills, {resumes} resumes, sizes {sorted(worlds)}"
+    counted("jobs with 0 lost, 0 twice", f"{schedules} of {schedules}, {more}")
+    assert resumes > schedules // 2
