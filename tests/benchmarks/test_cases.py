@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from cases import all_cases, find, prepare
@@ -82,6 +83,13 @@ def spoil_loss(record):
     return {**record, "loss": record["loss"] * 1.001}
 
 
+def spoil_ledger(directory):
+    (path,) = directory.iterdir()
+    table = pq.read_table(path)
+    pq.write_table(table.take([1, 0, *range(2, len(table))]), path)
+    return directory
+
+
 @pytest.mark.parametrize(
     ("name", "spoil"),
     [
@@ -96,6 +104,11 @@ def spoil_loss(record):
         ("pipelines.auc", spoil_auc),
         ("pipelines.auc", spoil_gauc),
         ("pipelines.checkpoint", spoil_checkpoint),
+        ("pipelines.checkpoint_hash", lambda hashes: hashes[::-1]),
+        ("pipelines.checkpoint_incremental", lambda result: (False, result[1])),
+        ("pipelines.gradient_check", lambda largest: largest * 1.0001),
+        ("pipelines.ledger", spoil_ledger),
+        ("pipelines.validation_ragged", lambda totals: dataclasses.replace(totals, rows=totals.rows - 1)),
         ("pipelines.step_uniform", spoil_loss),
     ],
 )
