@@ -10,11 +10,14 @@ processes of each world size by itself, one world after the other; each may take
 1. Parity: 20 steps of the debug model, row-wise AdaGrad and AdamW in float32, under every factorization of the world
    size, against one GPU: parameters, moments and tables within 1e-5, losses within 1e-5 (relative). Learning rates are
    those of recipe ml100k_cpu: at three times as much, rounding grows past 1e-5 within 20 steps of this model.
-2. Speed of a mid-size recipe, the same batch a rank at every world size: step time (median, slowest rank), scaling
-   ratio (step of one GPU over step of n: 1 is ideal), bytes that rank 0 sends (counted by process group and collective,
-   planned by axis), exposed communication (NCCL kernels beside which no other kernel runs; profiler, rank 0).
-3. Prediction: the planner's step for the measured network and device, with the share of the peak that one GPU reached,
-   beside the measured one.
+2. Speed of a mid-size recipe, the same batch a rank at every world size, in variants: "plain"; "overlap" (the next
+   step's ids sent beside this one; the default of a job); "fused" (model.hstu of the attention's implementation);
+   "bf16" (model.compute); "compiled" (model.compile), each with all before it. Step time (median, slowest rank, and the
+   mean), in ms like all times; scaling (step of one GPU over step of n in the same variant: 1 is ideal); of rank 0: GPU
+   busy, exposed communication (NCCL kernels beside which no other kernel runs), host (a step less its wait for the
+   outcome), launches and waits a step, MB sent.
+3. Prediction: the planner's step for the measured network and device; the share of the peak and the host's time are
+   those of one GPU in the same variant.
 
 Products of the speed part run in TF32 (--matmul highest: float32). Writes $OUT/parallel.json and prints a table.
 Ends with 1 when a process failed or a factorization is not within 1e-5.
@@ -75,32 +78,61 @@ def launch(world: int, work: Path, arguments: list[str], *, limit_s: float, work
 
 
 def rows_of(found: dict[int, dict[str, Any]]) -> list[list[str]]:
-    """The table: a line a world size and factorization."""
-    lines = [["world", "factorization", "parity", "step ms", "scaling", "exposed ms", "predicted ms", "MB sent"]]
-    alone = next((row["step_s"] for row in found[1]["speed"]["rows"]), None)
+    """The tables: parity, a line a factorization; then speed, a line a factorization and variant."""
+    lines = [["world", "factorization", "largest difference"]]
     for world, record in found.items():
-        worst = {row["name"]: row for row in record["parity"]}
-        speeds = {row["name"]: row for row in record["speed"]["rows"]}
-        for name in [*worst, *(name for name in speeds if name not in worst)]:
-            parity, speed = worst.get(name), speeds.get(name, {})
-            if "reason" in speed:
-                lines.append([str(world), name, "", speed["reason"], "", "", "", ""])
+        lines += [[str(world), row["name"], f"{max(row['worst'], row['loss']):.1e}"] for row in record["parity"]]
+    return lines if len(lines) > 1 else []
+
+
+def speed_rows(found: dict[int, dict[str, Any]]) -> list[list[str]]:
+    head = ["world", "factorization", "variant", "step", "mean", "scaling", "busy", "exposed"]
+    head += ["host", "wait", "launches", "waits", "predicted", "MB"]
+    lines = [head]
+    alone = {row["variant"]: row["step_s"] for row in found[1]["speed"]["rows"] if "step_s" in row}
+    for world, record in found.items():
+        for row in record["speed"]["rows"]:
+            if "reason" in row:
+                lines.append([str(world), row["name"], row["variant"], row["reason"], *[""] * (len(head) - 4)])
                 continue
-            exposed = speed.get("exposed_communication_s")
-            sent = speed.get("bytes_by_group", {})
+
+            def ms(seconds: float | None) -> str:
+                return "" if seconds is None else f"{seconds * 1e3:.1f}"
+
+            scaling = alone[row["variant"]] / row["step_s"] if row["variant"] in alone else None
             lines.append(
                 [
                     str(world),
-                    name,
-                    "" if parity is None else f"{max(parity['worst'], parity['loss']):.1e}",
-                    f"{speed['step_s'] * 1e3:.2f}" if speed else "",
-                    f"{alone / speed['step_s']:.3f}" if speed and alone else "",
-                    "" if exposed is None else f"{exposed * 1e3:.2f}",
-                    f"{speed['predicted_s'] * 1e3:.2f}" if "predicted_s" in speed else "",
-                    ", ".join(f"{group} {count / 1e6:.2f}" for group, count in sent.items() if count >= 5e3),
+                    row["name"],
+                    row["variant"],
+                    ms(row["step_s"]),
+                    ms(row["mean_step_s"]),
+                    "" if scaling is None else f"{scaling:.3f}",
+                    ms(row.get("busy_s")),
+                    ms(row.get("exposed_communication_s")),
+                    ms(row["host_s"]),
+                    ms(row["host_phases_s"].get("wait")),
+                    f"{row['launches']:.0f}" if "launches" in row else "",
+                    f"{row['waits']:.1f}" if "waits" in row else "",
+                    ms(row.get("predicted_s")),
+                    f"{sum(row['bytes_by_group'].values()) / 1e6:.0f}",
                 ]
             )
     return lines
+
+
+def print_host(found: dict[int, dict[str, Any]]) -> None:
+    """Where the host's time goes, and what the GPU waits for, of the first row of each world."""
+    for world, record in found.items():
+        row = next((row for row in record["speed"]["rows"] if "host_phases_s" in row), None)
+        if row is None:
+            continue
+        phases = ", ".join(f"{phase} {seconds * 1e3:.1f}" for phase, seconds in row["host_phases_s"].items())
+        print(f"world {world}, {row['name']}, {row['variant']}: host ms a step: {phases}")
+        for gap, before, after in row.get("gaps", [])[:6]:
+            print(f"  idle {gap:.2f} ms after {before[:44]} before {after[:44]}")
+        for took, count, name in row.get("kernels_ms", [])[:8]:
+            print(f"  {took:.2f} ms in {count:.0f} of {name}")
 
 
 def print_table(lines: list[list[str]]) -> None:
@@ -151,8 +183,10 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     record = {"arguments": vars(given), "size": size, "attention": attention, "worlds": found, "failures": failures}
     (out / "parallel.json").write_text(json.dumps(record, indent=1))
-    if found:
-        print_table(rows_of(found))
+    for lines in (rows_of(found), speed_rows(found) if found else []):
+        if lines:
+            print_table(lines)
+    print_host(found)
     apart = [row["name"] for record in found.values() for row in record["parity"] if not row["within_1e-5"]]
     if apart:
         print(f"not within 1e-5 of one process: {', '.join(apart)}", file=sys.stderr)

@@ -58,6 +58,27 @@ SPEED: dict[int, dict[str, dict[str, Any]]] = {
         "shard2.replicate2.table2x2": {"shard": 2, "table_replica": 2},
     },
 }
+# What is switched on, each with all of the ones before it. Later ones first where time may not suffice for all.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlap": {"overlap": True},
+    "fused": {"overlap": True, "fused": True},
+    "bf16": {"overlap": True, "fused": True, "compute": "bfloat16"},
+    "compiled": {
+        "overlap": True,
+        "fused": True,
+        "compute": "bfloat16",
+        "compile": ("features", "interaction", "heads"),
+    },
+}
+EVERYWHERE = ("overlap", "bf16", "compiled")  # the others at one rank and for the first factorization only
+
+
+def speed_runs(world: int, device: str) -> list[tuple[str, str]]:
+    """(factorization, variant) in the order in which they are run."""
+    names = list(SPEED[world])
+    variants = ["overlap", "bf16", "compiled", "fused", "plain"] if device == "cuda" else ["overlap", "bf16", "plain"]
+    return [(name, v) for v in variants for name in (names if v in EVERYWHERE else names[:1])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +145,8 @@ def parity_config(parallel: dict[str, Any], model: str) -> RunConfig:
     )
 
 
-def speed_config(size: Size, parallel: dict[str, Any], *, attention: str) -> RunConfig:
-    dim = size.dim
+def speed_config(size: Size, parallel: dict[str, Any], *, attention: str, variant: str = "overlap") -> RunConfig:
+    dim, on = size.dim, VARIANTS[variant]
     model = ModelConfig(
         table_dim=size.table_dim,
         dim=dim,
@@ -141,13 +162,16 @@ def speed_config(size: Size, parallel: dict[str, Any], *, attention: str) -> Run
         ),
         heads=HeadsConfig(shared=(4 * dim,), hidden=(dim,)),
         attention=attention,  # type: ignore[arg-type]
+        hstu=attention if on.get("fused") else "layers",  # type: ignore[arg-type]
+        compute=on.get("compute", "float32"),
+        compile=on.get("compile", ()),
     )
     return RunConfig(
         name="mid",
         model=model,
         optimizer=OptimizerConfig(lr=1e-3),
         train=TrainConfig(steps=1000),
-        parallel=ParallelConfig(**parallel),
+        parallel=ParallelConfig(overlap=on.get("overlap", False), **parallel),
     )
 
 

@@ -12,7 +12,6 @@ import json
 import math
 import statistics
 import sys
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +34,12 @@ from gem_pipelines.planner.shapes import shaped_workload
 from gem_pipelines.runtime import Runtime, start_runtime
 from gem_pipelines.timing import PartClock
 from gem_pipelines.trainer import Trainer
+from parallel_profile import profiled, watched
 from torch.distributed.fsdp import FSDPModule
+
+STARTED = time.perf_counter()
+ENOUGH_S = 215.0
+"""After so long no more runs are begun: parallel.py ends a world after TIME_LIMIT_S."""
 
 
 def make_trainer(schema: Any, config: Any, runtime: Runtime) -> Trainer:
@@ -46,15 +50,16 @@ def make_trainer(schema: Any, config: Any, runtime: Runtime) -> Trainer:
         parallel=config.parallel,
         seed=0,
         runtime=runtime,
+        compiled=config.model.compile,
     )
     return Trainer(parallel, schema=schema, config=config, runtime=runtime, total_steps=config.train.steps or 1)
 
 
 def train(trainer: Trainer, batches: list[list[Any]], steps: int, *, after: Any = None) -> list[dict[str, Any]]:
     """`steps` steps on the batches in turn, the next one announced as the job does; `after()` follows each."""
-    records = []
+    records, overlap = [], trainer.config.parallel.overlap
     for number in range(steps):
-        coming = batches[(number + 1) % len(batches)] if number + 1 < steps else None
+        coming = batches[(number + 1) % len(batches)] if overlap and number + 1 < steps else None
         clock = PartClock(device=trainer.runtime.device, synchronize=False)
         records.append(trainer.step(batches[number % len(batches)], clock=clock, upcoming=coming))
         if after is not None:
@@ -124,24 +129,29 @@ def speed(work: Path, runtime: Runtime, size: cases.Size, attention: str) -> dic
     batches = [[dataclasses.replace(batch, global_rows=world * size.rows)] for batch in drawn]
     device = measured_device(runtime)
     topology = measured_topology(runtime, device)
-    rows = []
-    for name, section in cases.SPEED[world].items():
-        config = cases.speed_config(size, section, attention=attention)
+    call_s = collective_call_s(runtime)
+    rows: list[dict[str, Any]] = []
+    for name, variant in cases.speed_runs(world, runtime.device.type):
+        section, label = cases.SPEED[world][name], {"name": name, "variant": variant}
+        if slowest(time.perf_counter() - STARTED, runtime) > ENOUGH_S:
+            rows.append({**label, "reason": "left out: no time"})
+            continue
+        config = cases.speed_config(size, section, attention=attention, variant=variant)
         trainer = make_trainer(schema, config, runtime)
-        rows.append({"name": name, **timed(trainer, batches, size.steps)})
-        rows[-1] |= plan(work, schema, config, topology, size)
+        rows.append({**label, **timed(trainer, batches, size.steps)})
         if world == 1:
-            calibrate(work, rows[-1], device)
-            rows[-1] |= plan(work, schema, config, topology, size)
-        if "shard" in section and section["shard"] == world > 1 and runtime.device.type == "cuda":
-            rows.append({"name": f"{name}.peer_copy", **with_peer_copies(trainer, batches, size.steps)})
+            calibrate(work, rows[-1], plan(work, schema, config, topology, size, variant=variant), device)
+        rows[-1] |= plan(work, schema, config, topology, size, variant=variant, call_s=call_s)
+        whole = section.get("shard") == world > 1 and "table_replica" not in section
+        if whole and variant == "overlap" and runtime.device.type == "cuda":
+            rows.append({"name": f"{name}.peer_copy", "variant": variant, **with_peer_copies(trainer, batches, size)})
         del trainer
         if runtime.device.type == "cuda":
             torch.cuda.empty_cache()
-    return {"rows": rows, "topology": to_json(topology)}
+    return {"rows": rows, "topology": to_json(topology), "collective_call_s": call_s}
 
 
-def with_peer_copies(trainer: Trainer, batches: list[Any], steps: int) -> dict[str, Any]:
+def with_peer_copies(trainer: Trainer, batches: list[Any], size: cases.Size) -> dict[str, Any]:
     """The same trainer with FSDP2's all-gathers by the copy engines; or the reason why they cannot run."""
     meshes = trainer.parallel.meshes
     assert isinstance(meshes, Meshes)
@@ -152,30 +162,49 @@ def with_peer_copies(trainer: Trainer, batches: list[Any], steps: int) -> dict[s
     for module in trainer.parallel.module.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(FsdpAllGather(comm))
-    return timed(trainer, batches, steps)
+    return timed(trainer, batches, size.steps)
 
 
 def timed(trainer: Trainer, batches: list[Any], steps: int) -> dict[str, Any]:
-    """Median step of the slowest rank, bytes by axis of one step, exposed communication of the profiled steps."""
+    """Median step and mean step of the slowest rank, host seconds by phase, bytes by axis of one step, and what the
+    profiler says of three more. Steps follow one another as in a job: nothing waits for the device between them.
+    """
     runtime = trainer.runtime
-    train(trainer, batches, 5)
+    torch.cuda.reset_peak_memory_stats() if runtime.device.type == "cuda" else None
+    train(trainer, batches, 6)
     traffic = counted(trainer, batches[0])
     marks = [begin(runtime)]
-
-    def mark() -> None:
-        synchronize(runtime)
-        marks.append(time.perf_counter())
-
-    train(trainer, batches, steps, after=mark)
+    with watched(trainer) as spent:
+        train(trainer, batches, steps, after=lambda: marks.append(time.perf_counter()))
+    synchronize(runtime)
+    mean = (time.perf_counter() - marks[0]) / steps
     seconds = [stop - start for start, stop in itertools.pairwise(marks)]
-    exposed = profiled(trainer, batches) if runtime.device.type == "cuda" else {}
+    exposed = profiled(lambda count: train(trainer, batches, count)) if runtime.device.type == "cuda" else {}
+    host = {phase: total / steps for phase, total in spent.items()}
     return {
         "step_s": slowest(statistics.median(seconds), runtime),
+        "mean_step_s": slowest(mean, runtime),
         "fastest_step_s": slowest(min(seconds), runtime),
+        "host_phases_s": host,
+        "host_s": statistics.median(seconds) - host.get("wait", 0.0),
         "bytes_by_group": {f"{axis} {kind}": sent for (axis, kind), sent in traffic.sent.items() if sent},
         **exposed,
         "memory_bytes": torch.cuda.max_memory_allocated() if runtime.device.type == "cuda" else None,
     }
+
+
+def collective_call_s(runtime: Runtime, calls: int = 50) -> float:
+    """Host seconds to issue one small collective where the model computes; 0 for one rank."""
+    if runtime.world_size == 1:
+        return 0.0
+    x = torch.zeros(8, device=runtime.device)
+    torch.distributed.all_reduce(x)
+    start = begin(runtime)
+    for _ in range(calls):
+        torch.distributed.all_reduce(x)
+    spent = (time.perf_counter() - start) / calls
+    synchronize(runtime)
+    return slowest(spent, runtime)
 
 
 def begin(runtime: Runtime) -> float:
@@ -190,7 +219,11 @@ def counted(trainer: Trainer, batch: list[Any]) -> Traffic:
     meshes, world = trainer.parallel.meshes, torch.distributed.group.WORLD
     assert world is not None
     groups = {"world": world, **(meshes.process_groups if meshes else {})}
-    preferred = [axis for axis in ("shard", "table_shard", "expert", "replicate", "table_replica") if axis in groups]
+    own = getattr(trainer.parallel.tables, "group", world)
+    if own not in groups.values():
+        groups["tables"] = own
+    order = ("shard", "table_shard", "expert", "replicate", "table_replica", "tables")
+    preferred = [axis for axis in order if axis in groups]
     traffic = Traffic()
     with observe_traffic(groups, traffic, order=preferred):
         train(trainer, [batch], 1)
@@ -204,54 +237,6 @@ def synchronize(runtime: Runtime) -> None:
 
 def slowest(value: float, runtime: Runtime) -> float:
     return float(runtime.gather_rows(torch.tensor([value], dtype=torch.float64)).max())
-
-
-def profiled(trainer: Trainer, batches: list[Any], steps: int = 3) -> dict[str, Any]:
-    """Seconds a step of this rank's GPU: NCCL kernels and copies between GPUs, the part of them beside no other
-    kernel, and other kernels."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        train(trainer, batches, steps)
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        found.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
-    moving, computing = [], []
-    for event in events:
-        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
-            continue
-        span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-        name = event["name"].lower()
-        communicates = "nccl" in name or "peer to peer" in name or "ptop" in name
-        (moving if communicates else computing).append(span)
-    return {
-        "communication_s": length(union(moving)) / 1e6 / steps,
-        "exposed_communication_s": uncovered(union(moving), union(computing)) / 1e6 / steps,
-        "computing_s": length(union(computing)) / 1e6 / steps,
-    }
-
-
-def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Disjoint and ascending. Example: (0, 2), (1, 3), (5, 6) -> (0, 3), (5, 6)."""
-    found: list[tuple[float, float]] = []
-    for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
-        else:
-            found.append((start, stop))
-    return found
-
-
-def length(spans: list[tuple[float, float]]) -> float:
-    return sum(stop - start for start, stop in spans)
-
-
-def uncovered(spans: list[tuple[float, float]], by: list[tuple[float, float]]) -> float:
-    """Length of `spans` outside of `by`, both disjoint and ascending. Example: (0, 10) by (2, 3), (8, 12): 7."""
-    together = length(union([*spans, *by]))
-    return together - length(by)
 
 
 # ------------------------------------------------------------------------------------------------ prediction
@@ -286,8 +271,17 @@ def measured_topology(runtime: Runtime, device: Device) -> Topology:
     return Topology(name="probed", tiers=probed.tiers, device=device, source=probed.source)
 
 
-def plan(work: Path, schema: Any, config: Any, topology: Topology, size: cases.Size) -> dict[str, Any]:
-    """Predicted step: `rate` is what the device does on this model, from the step that one rank took."""
+def plan(
+    work: Path,
+    schema: Any,
+    config: Any,
+    topology: Topology,
+    size: cases.Size,
+    *,
+    variant: str,
+    call_s: float = 0.0,
+) -> dict[str, Any]:
+    """Predicted step. What the device and the host do on this model is known from the step of one rank."""
     world = torch.distributed.get_world_size()
     spread = [round(2 * size.events * (number + 0.5) / 8) for number in range(8)]
     workload = shaped_workload(
@@ -300,26 +294,33 @@ def plan(work: Path, schema: Any, config: Any, topology: Topology, size: cases.S
         list_means={feature.name: 1.5 for feature in schema.lists},
         source="drawn batches",
     )
-    file = work / "utilisation.json"
-    utilisation = json.loads(file.read_text()) if file.exists() else Assumptions().utilisation
+    file = work / f"one-{variant}.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
     found = estimate(
-        workload, mesh_spec(config.parallel, world), topology, Assumptions(utilisation=utilisation, table_gathers=1)
+        workload,
+        mesh_spec(config.parallel, world),
+        topology,
+        Assumptions(table_gathers=1, collective_host_s=call_s, **known),
     )
     return {
         "predicted_s": found.step_s,
         "predicted_parts_s": dict(found.seconds),
         "planned_bytes_by_axis": bytes_by_axis(tuple(move for move, _ in found.moved)),
         "flops": size.rows * (workload.forward_flops + workload.backward_flops),
-        "utilisation": utilisation,
+        **known,
     }
 
 
-def calibrate(work: Path, row: dict[str, Any], device: Device) -> None:
-    """From the step of one rank: which share of the peak makes the prediction equal the measurement there."""
-    parts = row["predicted_parts_s"]
-    others = sum(seconds for part, seconds in parts.items() if part not in ("compute", "recompute"))
-    share = row["flops"] / device.flops_per_s / max(row["step_s"] - others, 1e-9)
-    (work / "utilisation.json").write_text(json.dumps(share))
+def calibrate(work: Path, row: dict[str, Any], planned: dict[str, Any], device: Device) -> None:
+    """From the step of one rank: which share of the peak makes the predicted device time the measured one (the whole
+    step where no profiler saw the device), and what the host took.
+    """
+    parts = planned["predicted_parts_s"]
+    others = sum(seconds for part, seconds in parts.items() if part not in ("compute", "recompute", "host"))
+    busy = row.get("busy_s", row["step_s"])
+    share = planned["flops"] / device.flops_per_s / max(busy - others, 1e-9)
+    host = row["host_s"] if "busy_s" in row else 0.0
+    (work / f"one-{row['variant']}.json").write_text(json.dumps({"utilisation": share, "host_s": host}))
 
 
 def to_json(topology: Topology) -> dict[str, Any]:

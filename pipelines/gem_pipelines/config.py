@@ -57,6 +57,7 @@ FREE_ON_RESUME = frozenset(
         "tables.sharding",
         "tables.planner",
         "tables.cache_share",
+        "model.compile",
         "data.source",
         "data.options",
         "data.cache",

@@ -242,6 +242,7 @@ def build(
         seed=config.train.seed,
         runtime=runtime,
         rows_per_rank=-(-config.data.global_batch_size // runtime.world_size),
+        compiled=config.model.compile,
     )
     trainer = Trainer(parallel, schema=schema, config=config, runtime=runtime, total_steps=steps, cost=cost)
     return Job(

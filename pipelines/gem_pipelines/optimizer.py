@@ -11,6 +11,10 @@ a pure function of the step number: there is no scheduler state to save or to lo
 
 Clipping sees the dense gradients only, not those that enter the tables. Weight decay applies to matrices, not to biases
 and norms (parameters with fewer than two dims).
+
+AdamW is element by element, so it runs on this rank's own part of every parameter as a plain tensor: a cut parameter
+(DTensor) would send each operation through DTensor's dispatch, which costs more host time than the update. On CUDA the
+update is torch's fused one, a few launches for all parameters; elsewhere torch's plain one. They differ by rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_pipelines.config import OptimizerConfig
-from gem_pipelines.parallel_dense import Placement, WholeParameters
+from gem_pipelines.parallel_dense import Placement, WholeParameters, as_part_of, own_part
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq", "step")
 
@@ -54,6 +58,7 @@ class DenseOptimizer:
     named_parameters  (canonical name, parameter) of this rank; names key the checkpoint
     total_steps       length of the schedule
     placement         where the other parts of the parameters are; None: every rank has them whole
+    fused             torch's fused update; None: on CUDA
     """
 
     def __init__(
@@ -63,23 +68,27 @@ class DenseOptimizer:
         *,
         total_steps: int,
         placement: Placement | None = None,
+        fused: bool | None = None,
     ) -> None:
         self.config = config
         self.total_steps = total_steps
         self.named = dict(named_parameters)
         self.placement = placement or WholeParameters(self.named.items())
-        # One group a mesh: torch updates the parameters of a group together, which works within one mesh.
-        groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
-        for parameter in self.named.values():
-            groups.setdefault((parameter.ndim < 2, getattr(parameter, "device_mesh", None)), []).append(parameter)
+        self._own = {name: nn.Parameter(own_part(parameter)) for name, parameter in self.named.items()}
+        groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+        for name, parameter in self.named.items():
+            groups[parameter.ndim < 2].append(self._own[name])
+        self.fused = any(own.is_cuda for own in self._own.values()) if fused is None else fused
         self.adamw = torch.optim.AdamW(
             [
                 {"params": parameters, "weight_decay": 0.0 if plain else config.weight_decay}
-                for (plain, _), parameters in sorted(groups.items(), key=lambda group: group[0][0])
+                for plain, parameters in groups.items()
+                if parameters
             ],
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
+            fused=True if self.fused else None,
         )
 
     def factor(self, step: int) -> float:
@@ -100,27 +109,47 @@ class DenseOptimizer:
 
     def clear(self) -> None:
         """Drop the gradients."""
-        self.adamw.zero_grad(set_to_none=True)
+        for name, parameter in self.named.items():
+            parameter.grad = self._own[name].grad = None
 
-    def step(self, step: int, norm: Tensor | None = None) -> tuple[float, float]:
-        """Update; returns (learning rate used, gradient norm before clipping). Gradients are cleared.
+    def step(self, step: int) -> tuple[float, float]:
+        """Clip and update; returns (learning rate used, gradient norm before clipping). Gradients are cleared.
 
-        norm: what `clip` returned; None: clip now. Raises GradientError, with dense parameters and their state as they
-        were, where the norm is not finite; it is the norm over all ranks, so all raise.
+        Raises GradientError, with dense parameters and their state as they were, where the norm is not finite; it is
+        the norm over all ranks, so all raise.
         """
-        lr = self.config.lr * self.factor(step)
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        found = float(self.clip() if norm is None else norm)
+        found = float(self.clip())
         if not math.isfinite(found):
             self.clear()
             raise GradientError(
                 f"step {step + 1}: the norm of the dense gradients is {found}; nothing was changed. Lower optimizer.lr "
                 "or tables.lr, or clip (optimizer.max_grad_norm)."
             )
+        return self.update(step), found
+
+    def update(self, step: int, *, skipped: Tensor | None = None) -> float:
+        """Update with the gradients as they are, and clear them; returns the learning rate used.
+
+        skipped: a bool on the device; where it is true nothing changes, and the host need not know. Fused only.
+        """
+        assert skipped is None or self.fused, "only torch's fused update can be left out on the device"
+        lr = self.config.lr * self.factor(step)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.found_inf = None if skipped is None else skipped.float()  # type: ignore[attr-defined]
+        self._take_gradients()
         self.adamw.step()
         self.clear()
-        return lr, found
+        return lr
+
+    def _take_gradients(self) -> None:
+        """This rank's parts of parameters and gradients, as they are now: FSDP2 may have moved a part since."""
+        with torch.no_grad():
+            for name, parameter in self.named.items():
+                own, part = self._own[name], own_part(parameter)
+                if own.data_ptr() != part.data_ptr():
+                    own.data = part
+                own.grad = None if parameter.grad is None else own_part(parameter.grad)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """ "<parameter>.<state>" -> whole tensor, for parameters that were updated at least once. A collective where
@@ -128,9 +157,14 @@ class DenseOptimizer:
         """
         found: dict[str, Tensor] = {}
         for name, parameter in self.named.items():
-            state = self.adamw.state.get(parameter, {})
-            found.update({f"{name}.{key}": state[key] for key in STATE_NAMES if key in state})
+            for key, value in self.own_state(name).items():
+                found[f"{name}.{key}"] = value if key == "step" else as_part_of(value, parameter)
         return self.placement.gather(found, {key: key.rsplit(".", 1)[0] for key in self.expected_shapes()})
+
+    def own_state(self, name: str) -> dict[str, Tensor]:
+        """State -> this rank's part of it, of one parameter; empty before its first update."""
+        state = self.adamw.state.get(self._own[name], {})
+        return {key: state[key] for key in STATE_NAMES if key in state}
 
     def hyperparameters(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the tensors."""
@@ -166,8 +200,11 @@ class DenseOptimizer:
             if not present:
                 continue
             assert len(present) == len(STATE_NAMES), f"half a state for {name}: {sorted(present)}"
-            # AdamW keeps `step` on the CPU; the moments follow the parameter.
-            self.adamw.state[parameter] = {
-                key: value.clone() if key == "step" else self.placement.cut(value, parameter)
+            # `step` is on the CPU, or beside the parameter where the update is fused; the moments follow the parameter.
+            own = self._own[name]
+            self.adamw.state[own] = {
+                key: value.to(own.device if self.fused else "cpu", copy=True)
+                if key == "step"
+                else own_part(self.placement.cut(value, parameter))
                 for key, value in present.items()
             }

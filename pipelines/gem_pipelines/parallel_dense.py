@@ -6,7 +6,8 @@ Names and whole tensors never depend on the mesh; that is what lets a run resume
 
 FSDP2: each layer is a unit, so are a rank's experts (on their own, smaller mesh), the rest is the root's. On the mesh
 ("replicate", "shard_expert") it gathers and reduce-scatters within a copy and all-reduces 1 / (shard * expert) of the
-gradients across copies. Its mean over the mesh is what loss.py scales for.
+gradients across copies. Its mean over the mesh is what loss.py scales for. Where the model computes in bfloat16, layers
+and experts gather bfloat16 and reduce float32; the root's parameters (first tokens, summaries, heads) stay float32.
 
 Cost of `gather`: every tensor whole on every rank's CPU, one after the other through the device.
 """
@@ -21,10 +22,14 @@ from typing import Protocol
 import torch
 from gem_comm.interface import Collectives, Meshes
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 Shapes = dict[str, tuple[int, ...]]
+
+# Of a layer that computes in bfloat16: its parameters are cast before they are gathered, half the bytes, and gradients
+# are added up in float32. Inputs have their dtype already.
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 class Placement(Protocol):
@@ -116,13 +121,13 @@ class ShardedParameters:
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         """The ranks of "shard_expert" hold every number of the model once, so one sum of squares over them is all."""
-        grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        norms = torch.stack([torch.linalg.vector_norm(grad) for grad in grads if grad.numel()] or [torch.zeros(())])
-        norm = self._shard.all_reduce(norms.square().sum().to(grads[0].device).view(1)).sqrt().squeeze(0)
-        if math.isfinite(limit):
-            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            for grad in grads:
-                grad.mul_(factor)
+        grads = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        present = [grad for grad in grads if grad.numel()]
+        # Two launches for all, where one a gradient would take more host time than the device needs for them.
+        norms = torch.stack(torch._foreach_norm(present) or [torch.zeros((), device=grads[0].device)])
+        norm = self._shard.all_reduce(norms.square().sum().view(1)).sqrt().squeeze(0)
+        if math.isfinite(limit) and present:
+            torch._foreach_mul_(present, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
 
@@ -130,18 +135,29 @@ def _whole(part: Tensor) -> Tensor:
     return part.full_tensor() if isinstance(part, DTensor) else part
 
 
-def _local(part: Tensor) -> Tensor:
-    return part.to_local() if isinstance(part, DTensor) else part
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of `tensor`, as a plain tensor on the same memory, without gradient."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def as_part_of(part: Tensor, like: Tensor) -> Tensor:
+    """Inverse of `own_part` for a tensor that is cut as `like` is."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def shard_parameters(model: nn.Module, meshes: Meshes, experts: Iterable[nn.Module]) -> nn.Module:
     """Cut the parameters of `model` in place: experts over "shard", all others over "shard_expert"."""
     # Some members end in a view; it is only ever stacked, never changed in place, which is what torch warns of.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    mixed = {"mp_policy": MIXED} if getattr(model, "compute", "float32") == "bfloat16" else {}
     for expert in experts:
-        fully_shard(expert, mesh=meshes.experts, reshard_after_forward=True)
+        fully_shard(expert, mesh=meshes.experts, reshard_after_forward=True, **mixed)
     for layer in model.layers:
-        fully_shard(layer, mesh=meshes.shared, reshard_after_forward=True)
+        fully_shard(layer, mesh=meshes.shared, reshard_after_forward=True, **mixed)
     fully_shard(model, mesh=meshes.shared, reshard_after_forward=False)
     for module in model.modules():
         # A rank that did not use a parameter must still bring its zeros. torch before 2.13 has no such switch; the
@@ -155,4 +171,4 @@ def load_whole(model: nn.Module, state: Mapping[str, Tensor], placement: Placeme
     """Write whole tensors into the model's parameters and buffers; names were checked by the caller."""
     for name, part in model.state_dict().items():
         piece = placement.cut(state[name], part)
-        _local(part).copy_(_local(piece))
+        own_part(part).copy_(own_part(piece))

@@ -42,14 +42,13 @@ from gem_pipelines.model.wukong import TokenParts, WukongExperts
 class ExpertGroup:
     """The ranks that share their samples, and how many rows each has in the present forward."""
 
-    def __init__(self, comm: Collectives, device: torch.device) -> None:
+    def __init__(self, comm: Collectives) -> None:
         self.comm = comm
         self.rows: tuple[int, ...] = ()
-        self._device = device
 
     def note_rows(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook of the whole model: one small exchange."""
-        self.rows = exchange_counts(args[0].timestamps.shape[0], self.comm, device=self._device)
+        """Forward pre-hook of the whole model: one small exchange, between hosts, which waits for no device."""
+        self.rows = exchange_counts(args[0].timestamps.shape[0], self.comm)
 
     def own(self, names: Sequence[str], what: str) -> list[str]:
         """This rank's experts: neighbours, equally many on each rank."""

@@ -1,9 +1,11 @@
 """The only file that knows model and processes at once: places the dense model and the tables on the ranks.
 
-Dense, whole on every rank (expert and shard 1): DistributedDataParallel averages its gradients.
-`find_unused_parameters` is on for two reasons: a rank whose rows have no events may not touch every parameter, and
-without it the first backward reorders DDP's buckets, so that a resumed run would sum in another order than the run that
-went through. It costs one walk of the graph a step. At one process DDP is left out: there is nothing to average.
+Dense, whole on every rank (expert and shard 1): DistributedDataParallel averages its gradients, bucket by bucket while
+backward computes the rest. DDP lays out its buckets after the first backward, in the order in which gradients came;
+a resumed run would then sum in another order than the run that went through. So it sees one backward of zeros first, in
+an order that does not depend on data. Its search for unused parameters is off, for it makes the host walk the graph and
+wait for the device at every step: the models give every parameter a gradient on every batch, also where no row has
+events (tests/pipelines/test_parallel.py). At one process DDP is left out: there is nothing to average.
 
 Dense, cut (expert or shard > 1): experts first (parallel_experts.py), then FSDP2 (parallel_dense.py).
 
@@ -31,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gem_pipelines.config import ParallelConfig, TablesConfig
 from gem_pipelines.errors import ConfigError, RunError, did_you_mean
 from gem_pipelines.model.inputs import ModelInput
+from gem_pipelines.parallel_compile import compile_parts
 from gem_pipelines.parallel_dense import (
     Placement,
     ShardedParameters,
@@ -89,18 +92,32 @@ class ParallelModel:
         load_whole(self.module, state, self.placement)
 
 
-class _WithAnchor(nn.Module):
-    """`model`, and a parameter that nothing uses: without one, `find_unused_parameters` makes every rank warn on every
-    run that it found none, although it is asked for what it does to the order of sums."""
+class _Replicated(nn.Module):
+    """`model`, and for None instead of inputs a zero that every parameter takes part in: autograd then visits the
+    parameters last to first, about as a backward of the model does.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.anchor = nn.Parameter(torch.zeros((), device=next(model.parameters()).device))
 
-    def forward(self, inputs: ModelInput) -> Tensor:
-        logits: Tensor = self.model(inputs)
-        return logits
+    def forward(self, inputs: ModelInput | None) -> Tensor:
+        if inputs is not None:
+            logits: Tensor = self.model(inputs)
+            return logits
+        total = torch.zeros((), device=next(self.model.parameters()).device)
+        for parameter in self.model.parameters():
+            total = total + 0.0 * parameter.sum()
+        return total
+
+
+def replicate(model: nn.Module) -> DistributedDataParallel:
+    """DDP whose buckets are laid out; see the module's docstring. A collective."""
+    wrapped = DistributedDataParallel(_Replicated(model), gradient_as_bucket_view=True)
+    wrapped(None).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return wrapped
 
 
 def parallelize(
@@ -112,10 +129,12 @@ def parallelize(
     runtime: Runtime,
     parallel: ParallelConfig | None = None,
     rows_per_rank: int = 512,
+    compiled: Sequence[str] = (),
 ) -> ParallelModel:
     """Move `model` to the device, build the tables, and cut or wrap what more than one process needs. A collective.
 
     rows_per_rank: of a micro-batch, which TorchRec's planner asks for
+    compiled: parts of the model for torch.compile (ModelConfig.compile)
     """
     if config.impl == "reference" and runtime.world_size > 1:
         raise RunError(f"tables.impl is 'reference', which runs in one process; this run has {runtime.world_size}")
@@ -123,7 +142,7 @@ def parallelize(
     meshes = make_meshes(parallel, runtime)
     model = model.to(runtime.device)
     expected = {name: (tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
-    forward, placement = _place_dense(model, meshes, runtime)
+    forward, placement = _place_dense(model, meshes, runtime, compiled)
     tables = _place_tables(
         specs,
         config,
@@ -145,16 +164,19 @@ def parallelize(
     )
 
 
-def _place_dense(model: nn.Module, meshes: Meshes | None, runtime: Runtime) -> tuple[nn.Module, Placement]:
+def _place_dense(
+    model: nn.Module, meshes: Meshes | None, runtime: Runtime, compiled: Sequence[str]
+) -> tuple[nn.Module, Placement]:
     """(what the step calls, where the parameters are); `model` is changed in place."""
     whole = WholeParameters(model.named_parameters())
     if meshes is None or meshes.layout.spec.expert * meshes.layout.spec.shard == 1:
+        compile_parts(model, compiled)
         if runtime.world_size == 1:
             return model, whole
-        wrapped = DistributedDataParallel(_WithAnchor(model), find_unused_parameters=True, gradient_as_bucket_view=True)
-        return wrapped, whole
+        return replicate(model), whole
     expert = make_collectives(meshes, "expert", impl="torch")
-    owners = place_experts(model, ExpertGroup(expert, runtime.device)) if expert.size > 1 else {}
+    owners = place_experts(model, ExpertGroup(expert)) if expert.size > 1 else {}
+    compile_parts(model, compiled)
     shard_parameters(model, meshes, experts_in(model))
     shard = make_collectives(meshes, "shard_expert", impl="torch")
     return model, ShardedParameters(whole.shapes, shard=shard, expert=expert, owners=owners)
@@ -170,7 +192,7 @@ def _place_tables(
     runtime: Runtime,
     rows_per_rank: int,
 ) -> Tables:
-    group, replicas = dist.group.WORLD, None
+    replicas = None
     if meshes is not None and meshes.layout.spec.table_replica > 1:
         group = meshes.process_groups["table_shard"]
         replicas = Replicas(
@@ -180,6 +202,8 @@ def _place_tables(
             fully_sharded=parallel.fully_sharded,
             moment_scaling=parallel.moment_scaling,
         )
+    else:
+        group = _table_group(runtime)
     return build_tables(
         specs,
         optimizer=RowWiseAdagrad(lr=config.lr, eps=config.eps),
@@ -193,6 +217,15 @@ def _place_tables(
         cache_share=config.cache_share,
         planner=None if config.planner is None else planner_inputs(config.planner, rows_per_rank),
     )
+
+
+def _table_group(runtime: Runtime) -> dist.ProcessGroup | None:
+    """All ranks. On CUDA a group of its own: over the default one, the next step's ids would queue up behind this
+    step's gradients, and the host, which reads how many come, would wait for the whole backward. A collective.
+    """
+    if runtime.device.type == "cuda" and runtime.world_size > 1:
+        return dist.new_group(group_desc="tables")  # type: ignore[no-any-return]
+    return dist.group.WORLD
 
 
 def _sharding(specs: Sequence[TableSpec], config: TablesConfig, parallel: ParallelConfig, ranks: int) -> dict[str, str]:

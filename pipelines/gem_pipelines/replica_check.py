@@ -56,9 +56,8 @@ def copied_tensors(parallel: ParallelModel, optimizer: DenseOptimizer, runtime: 
         return []
     meshes = parallel.meshes
     dense = {f"dense.{name}": _local(value) for name, value in parallel.module.state_dict().items()}
-    for name, parameter in optimizer.named.items():
-        state = optimizer.adamw.state.get(parameter, {})
-        dense |= {f"optimizer.{name}.{key}": _local(state[key]) for key in ("exp_avg", "exp_avg_sq") if key in state}
+    for name in optimizer.named:
+        dense |= {f"optimizer.{name}.{key}": part for key, part in optimizer.own_state(name).items() if key != "step"}
     group = dist.group.WORLD if meshes is None else meshes.process_groups["replicate"]
     found = [Copied(axis="replicate", group=group, tensors=dense)]
     if meshes is not None:

@@ -51,6 +51,14 @@ class Runtime:
             dist.all_reduce(total, op=dist.ReduceOp.MAX)
         return total
 
+    def gather(self, values: Tensor) -> Tensor:
+        """(n,) on every rank -> (world, n) in rank order, on the same device."""
+        if self.world_size == 1:
+            return values.detach()[None]
+        parts = [torch.empty_like(values) for _ in range(self.world_size)]
+        dist.all_gather(parts, values.detach().contiguous())
+        return torch.stack(parts)
+
     def gather_rows(self, rows: Tensor) -> Tensor:
         """Rows of all ranks, in rank order, on every rank. The ranks' numbers of rows may differ and may be 0.
 

@@ -7,6 +7,10 @@ anything is computed all ranks agree on the batches (agreement.py). Then everyth
 losses, dense gradients, gradients of the looked-up vectors. In a second exchange the ranks agree that these are usable,
 and only then tables and dense parameters are updated (lookup.py says why in this order, and what it costs).
 
+On CUDA the host does not wait for that second exchange before it launches the update: the device knows its outcome.
+Where a step is not usable the update adds zeros to the tables and skips the dense parameters, to the bit. The host
+reads the outcome after it has launched everything, so the device still has work while the next step is begun.
+
 A step that fails stops the run. With train.max_skipped_steps above 0 it is left out instead: it counts as a step, so
 that step numbers, learning rates and checkpoints stay where they are, its samples are noted, and nothing is trained.
 
@@ -31,6 +35,7 @@ from gem_pipelines.batches import BatchError
 from gem_pipelines.config import RunConfig
 from gem_pipelines.features import to_model_input
 from gem_pipelines.imbalance import WorkClock, measure_imbalance, own_load, within_budget
+from gem_pipelines.late import LateRead
 from gem_pipelines.lookup import LARGEST_GRADIENT, Lookup, bad_rows, largest_magnitude, look_up
 from gem_pipelines.loss import bce_by_task, mean_by_task, metric_sums, scaled_loss
 from gem_pipelines.metrics import BinarySums, TaskMetrics
@@ -67,13 +72,19 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """A step before its update. sums: (T, 5) metric sums over all ranks, on the CPU; norm: of the dense gradients."""
+    """A step before its update.
+
+    given, batches  as they were read, and as they are computed
+    results         metric sums (T, 5) over all ranks, how many ranks have a bad table gradient, how many a bad dense
+                    one, and the norm of the dense gradients; where the model computes
+    """
 
     totals: StepTotals
+    given: Sequence[Batch]
+    batches: Sequence[Batch]
     lookup: Lookup
     gradients: dict[str, Tensor]
-    sums: Tensor
-    norm: Tensor
+    results: Tensor
 
 
 class Trainer:
@@ -106,6 +117,8 @@ class Trainer:
         self.metrics = TaskMetrics(self.tasks, window=config.train.metric_window)
         self.position = Position()
         self._ahead: Ready | NotReady | None = None
+        # Averaged copies would be averaged by an update of zeros as well, so there the host waits.
+        self.reads_late = runtime.device.type == "cuda" and config.parallel.table_sync == "gradients"
         self._agreement = Agreement(schema=schema, config=config, runtime=runtime, tasks=self.tasks)
 
     def step(
@@ -122,6 +135,7 @@ class Trainer:
         try:
             ready = self._begin(batches)
             computed = self._compute(ready, clock=clock, work=work, profiled=profiled, upcoming=upcoming)
+            sums_T5, lr, grad_norm = self._update(computed, clock=clock)
         except (BatchError, RemoteBatchError, LossError, GradientError) as error:
             assert not isinstance(batches, ValueError)  # agreement.stop raised, which does not come here
             self.optimizer.clear()
@@ -129,13 +143,28 @@ class Trainer:
             if self.position.skipped_steps >= self.config.train.max_skipped_steps:
                 raise
             return self._skip(batches, error)
-        with clock.part("tables"):
-            computed.lookup.update(computed.gradients)
-        with clock.part("optimizer"):
-            lr, grad_norm = self.optimizer.step(self.position.step, computed.norm)
         mine = own_load(ready.batches, cost=self.cost, seconds=work.seconds())
-        record = self._account(computed.totals, computed.sums, lr=lr, grad_norm=grad_norm)
+        record = self._account(computed.totals, sums_T5, lr=lr, grad_norm=grad_norm)
         return {**record, "imbalance": measure_imbalance(mine, self.runtime)}
+
+    def _update(self, computed: Computed, *, clock: PartClock) -> tuple[Tensor, float, float]:
+        """Tables and dense parameters, if the ranks agree that the step is usable; else all raise, and nothing changed.
+
+        Returns (metric sums (T, 5) on the CPU, learning rate, norm of the dense gradients).
+        """
+        late, gradients, skipped = LateRead(computed.results), computed.gradients, None
+        if self.reads_late:
+            usable = torch.isfinite(computed.results[:-1]).all() & (computed.results[-3:-1] == 0).all()
+            gradients, skipped = {name: torch.where(usable, grad, 0.0) for name, grad in gradients.items()}, ~usable
+        else:
+            self._judge(late.read(), computed)
+        with clock.part("tables"):
+            computed.lookup.update(gradients)
+        with clock.part("optimizer"):
+            lr = self.optimizer.update(self.position.step, skipped=skipped)
+        results = late.read()
+        self._judge(results, computed)
+        return results[:-3].view(len(self.tasks), -1), lr, float(results[-1])
 
     def stop_together(self, error: ValueError) -> NoReturn:
         """Tell the other ranks, which are at the start of the same step, that this one cannot go on. Then raise."""
@@ -164,8 +193,8 @@ class Trainer:
     def _compute(
         self, ready: Ready, *, clock: PartClock, work: WorkClock, profiled: bool, upcoming: Coming | None
     ) -> Computed:
-        """Losses and gradients of a step, agreed to be usable by all ranks. Changes no parameter, table or moment."""
-        totals, batches, device = ready.totals, ready.batches, self.runtime.device
+        """Losses and gradients of a step, added up over the ranks. Changes no parameter, table or moment."""
+        totals, device = ready.totals, self.runtime.device
         self._set_table_rate()
         padded = ready.on_device(device)
         with clock.part("tables"):
@@ -177,15 +206,17 @@ class Trainer:
                     logits_BT = self._forward(batch, lookup.leaves[number], clock=clock, profiled=profiled)
                 loss_T = bce_by_task(logits_BT, batch.labels, batch.weights)
                 sums_T5 += metric_sums(logits_BT, batch.labels, batch.weights, loss_T)
-                if upcoming is not None and number + 1 == len(padded):
-                    with clock.part("read"):
-                        self._ahead = try_ready(upcoming, step=self.position.step + 2, **self._ready_parts())
                 self._backward(loss_T, totals)
         with clock.part("optimizer"):
             norm = self.optimizer.clip()
         gradients = lookup.gradients()
-        sums_T5 = self._agree_on_results(sums_T5, gradients, norm, padded=padded, batches=batches)
-        return Computed(totals=totals, lookup=lookup, gradients=gradients, sums=sums_T5, norm=norm)
+        results = self._add_up(sums_T5, gradients, norm)
+        if upcoming is not None:  # the host's part of the next step, beside the device's backward of this one
+            with clock.part("read"):
+                self._ahead = try_ready(upcoming, step=self.position.step + 2, **self._ready_parts())
+        return Computed(
+            totals=totals, given=ready.batches, batches=padded, lookup=lookup, gradients=gradients, results=results
+        )
 
     def _set_table_rate(self) -> None:
         tables = self.config.tables
@@ -207,24 +238,21 @@ class Trainer:
             world_size=self.runtime.world_size,
         ).backward()
 
-    def _agree_on_results(
-        self,
-        sums_T5: Tensor,
-        gradients: dict[str, Tensor],
-        norm: Tensor,
-        *,
-        padded: Sequence[Batch],
-        batches: Sequence[Batch],
-    ) -> Tensor:
-        """The sums over all ranks, on the CPU. What is not usable on one rank is not on all: all raise."""
+    def _add_up(self, sums_T5: Tensor, gradients: dict[str, Tensor], norm: Tensor) -> Tensor:
+        """`Computed.results`, where the model computes. A collective; the norm is over all ranks already."""
         largest = largest_magnitude(gradients).to(sums_T5.device)
-        faults = torch.stack([~(largest <= LARGEST_GRADIENT), ~torch.isfinite(norm.to(sums_T5.device))]).double()
-        total = self.runtime.sum(torch.cat([sums_T5.flatten(), faults])).cpu()
-        total_T5 = total[:-2].view_as(sums_T5)
+        norm = norm.detach().to(sums_T5.device)
+        faults = torch.stack([~(largest <= LARGEST_GRADIENT), ~torch.isfinite(norm)]).double()
+        total = self.runtime.sum(torch.cat([sums_T5.flatten(), faults]))
+        return torch.cat([total, norm.double().view(1)])
+
+    def _judge(self, results: Tensor, computed: Computed) -> None:
+        """Raise what makes the step unusable: on all ranks, for `results`, on the CPU, are the same on all."""
+        total_T5, faults, norm = results[:-3].view(len(self.tasks), -1), results[-3:-1], float(results[-1])
         bad = [task for task, row in zip(self.tasks, total_T5, strict=True) if not bool(torch.isfinite(row).all())]
-        if not bad and not total[-2:].any():
-            return total_T5
-        samples = self._samples(batches)
+        if not bad and not faults.any():
+            return
+        samples = self._samples(computed.given)
         where = f"step {self.position.step + 1}: "
         advice = (
             f"Nothing of it was trained: parameters, tables and optimizer state are as before the step ({samples}). "
@@ -233,14 +261,14 @@ class Trainer:
         )
         if bad:
             raise LossError(f"{where}the loss of task {', '.join(bad)} is not finite. {advice}")
-        if total[-2]:
-            places = self.runtime.gather_text(self._bad_vectors(gradients, padded))
+        if faults[0]:
+            places = self.runtime.gather_text(self._bad_vectors(computed.gradients, computed.batches))
             found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(places) if text)
             raise GradientError(
                 f"{where}a gradient that would enter a table is not finite or above {LARGEST_GRADIENT:g}: {found}. "
                 f"{advice}"
             )
-        raise GradientError(f"{where}the norm of the dense gradients is {float(norm)}. {advice}")
+        raise GradientError(f"{where}the norm of the dense gradients is {norm}. {advice}")
 
     def _bad_vectors(self, gradients: dict[str, Tensor], batches: Sequence[Batch]) -> str:
         """Which features and samples of this rank have a gradient that must not be used."""

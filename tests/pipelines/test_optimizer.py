@@ -102,3 +102,25 @@ def test_state_continues_bit_for_bit():
         set_gradients(copy, step)
         assert optimizer.step(step) == resumed.step(step)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters(), strict=True))
+
+
+def test_the_fused_update_is_the_plain_one_up_to_rounding_and_can_be_left_out():
+    config = OptimizerConfig(lr=0.05, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=2)
+    (plain, first), (fused, second) = make(config), make(config)
+    second = DenseOptimizer(fused.named_parameters(), config, total_steps=10, fused=True)
+    for step in range(5):
+        for model, optimizer in ((plain, first), (fused, second)):
+            set_gradients(model, step)
+            optimizer.step(step)
+    torch.testing.assert_close(fused.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-7)
+    before = {key: value.clone() for key, value in (fused.state_dict() | second.state_tensors()).items()}
+    set_gradients(fused, 9, scale=float("nan"))
+    second.update(5, skipped=torch.tensor(True))
+    after = fused.state_dict() | second.state_tensors()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    set_gradients(fused, 9)
+    second.update(5, skipped=torch.tensor(False))
+    assert int(second.state_tensors()["0.weight.step"]) == 6
+    resumed = DenseOptimizer(make(config)[0].named_parameters(), config, total_steps=10, fused=True)
+    resumed.load_state_tensors(second.state_tensors())
+    assert all(torch.equal(resumed.state_tensors()[key], value) for key, value in second.state_tensors().items())

@@ -89,7 +89,7 @@ def test_experts_over_ranks_are_the_plain_module(kind, rows):
     ranks = thread_groups([tuple(range(len(rows)))], axis="expert")
 
     def one(rank: int) -> dict[str, Any]:
-        module, group = modules[rank], ExpertGroup(ranks[rank], torch.device("cpu"))
+        module, group = modules[rank], ExpertGroup(ranks[rank])
         group.rows = rows
         if kind == "dhen":
             module.members = ExpertSum(module.members, group, "here")
@@ -124,16 +124,16 @@ def build(kind: str) -> GemModel:
 def test_layers_without_experts_and_numbers_that_do_not_divide_are_refused():
     pair = thread_groups([(0, 1)], axis="expert")
     with pytest.raises(ConfigError, match=r"layers\.0\.interaction is a Wukong, which has no experts"):
-        place_experts(build("hstu"), ExpertGroup(pair[0], torch.device("cpu")))
+        place_experts(build("hstu"), ExpertGroup(pair[0]))
     with pytest.raises(ConfigError, match=r"does not divide the 5 experts of layers\.0\.interaction \(fm, linear"):
-        place_experts(build("interformer"), ExpertGroup(pair[0], torch.device("cpu")))
+        place_experts(build("interformer"), ExpertGroup(pair[0]))
 
 
 def test_owners_are_named_by_canonical_prefix():
     pair = thread_groups([(0, 1)], axis="expert")
     model = build("kunlun")
     names = {name for name, _ in model.named_parameters()}
-    owners = place_experts(model, ExpertGroup(pair[1], torch.device("cpu")))
+    owners = place_experts(model, ExpertGroup(pair[1]))
     assert owners == {f"layers.{i}.interaction.experts.{e}.": e for i in range(2) for e in range(2)}
     kept = {name for name, _ in model.named_parameters()}
     assert names - kept == {name for name in names if ".experts.0." in name and "interaction" in name}

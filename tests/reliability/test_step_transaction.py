@@ -10,7 +10,7 @@ import torch
 from gem_pipelines import trainer as trainer_module
 from gem_pipelines.batches import BatchError
 from gem_pipelines.lookup import LARGEST_GRADIENT, join_ids
-from gem_pipelines.optimizer import GradientError
+from gem_pipelines.optimizer import DenseOptimizer, GradientError
 from gem_pipelines.trainer import LossError
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -41,6 +41,54 @@ def spoil_vector_gradient(monkeypatch: pytest.MonkeyPatch, feature: str, value: 
 
     monkeypatch.setattr(trainer_module, "to_model_input", spoiling)
     return hit
+
+
+def read_late(job):
+    """The step as it is on CUDA: the update is launched before the host knows whether the step is usable."""
+    trainer = job.trainer
+    trainer.optimizer = DenseOptimizer(
+        trainer.parallel.module.named_parameters(),
+        job.config.optimizer,
+        total_steps=job.total_steps,
+        placement=trainer.parallel.placement,
+        fused=True,
+    )
+    trainer.reads_late = True
+    return job
+
+
+def test_an_update_that_the_host_does_not_wait_for_is_the_same_update(make_job, take_steps, state_of):
+    """To the bit, against the same fused optimizer with the host waiting."""
+    late, waiting = read_late(make_job("late")), read_late(make_job("waiting"))
+    waiting.trainer.reads_late = False
+    drop = ("imbalance",)  # holds seconds
+    records = [[{k: v for k, v in r.items() if k not in drop} for r in take_steps(j, 4)] for j in (late, waiting)]
+    assert records[0] == records[1]
+    assert state_of(late) == state_of(waiting)
+
+
+@pytest.mark.parametrize("what", ["table", "dense", "loss"])
+def test_an_update_that_the_host_does_not_wait_for_changes_nothing_when_it_must_not(
+    make_job, take_steps, state_of, monkeypatch, what
+):
+    """The device leaves it out: parameters, moments, steps of AdamW, tables and their moments keep their bits."""
+    job = read_late(make_job())
+    take_steps(job, 2)
+    before = state_of(job)
+    updates, update = [], job.trainer.optimizer.update
+    monkeypatch.setattr(job.trainer.optimizer, "update", lambda *a, **k: (updates.append(1), update(*a, **k))[1])
+    if what == "table":
+        spoil_vector_gradient(monkeypatch, "item", float("nan"))
+    elif what == "dense":
+        next(job.trainer.parallel.module.heads.parameters()).register_hook(lambda grad: grad * float("nan"))
+    else:
+        original = trainer_module.bce_by_task
+        monkeypatch.setattr(trainer_module, "bce_by_task", lambda *a: original(*a) * float("inf"))
+    with pytest.raises((GradientError, LossError), match=r"step 3: .* Nothing of it was trained"):
+        take_steps(job, 1)
+    assert updates == [1]  # the update ran
+    assert state_of(job) == before
+    assert all(parameter.grad is None for parameter in job.trainer.parallel.module.parameters())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e20])

@@ -1,5 +1,9 @@
 """Small parts that several blocks use unchanged.
 
+**Dtypes.** Activations decide: parameters are float32 and are cast to the dtype of what comes in, where they are used,
+so a model whose first tokens are bfloat16 (`ModelConfig.compute`) computes in it; gradients of parameters arrive in
+float32. The cast is nothing where the dtypes agree. Norms take their statistics in float32 inside the kernel.
+
 Letters: B rows, N tokens of a row, D width; leading dims are free where "..." stands.
 """
 
@@ -12,12 +16,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gem_pipelines.model.config import ModelConfig
+
 NORM_EPS = 1e-6
+
+
+class Linear(nn.Linear):
+    """nn.Linear in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.elementwise_affine:
+            return super().forward(x)
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+def to_compute(x: Tensor, config: ModelConfig) -> Tensor:
+    """`x` in the dtype in which the model computes; as it is where that is float32, or x is float64 (tests)."""
+    return x.to(torch.bfloat16) if config.compute == "bfloat16" else x
 
 
 def linear(in_dim: int, out_dim: int, *, bias: bool = False) -> nn.Linear:
     """A linear layer with Glorot-uniform weights and zero bias."""
-    module = nn.Linear(in_dim, out_dim, bias=bias)
+    module = Linear(in_dim, out_dim, bias=bias)
     nn.init.xavier_uniform_(module.weight)
     if bias:
         nn.init.zeros_(module.bias)
@@ -27,15 +62,20 @@ def linear(in_dim: int, out_dim: int, *, bias: bool = False) -> nn.Linear:
 def make_norm(dim: int, *, kind: str, affine: bool) -> nn.Module:
     """LayerNorm or RMSNorm over the last dim, with or without learned weights."""
     if kind == "rms":
-        return nn.RMSNorm(dim, eps=NORM_EPS, elementwise_affine=affine)
-    return nn.LayerNorm(dim, eps=NORM_EPS, elementwise_affine=affine)
+        return RMSNorm(dim, eps=NORM_EPS, elementwise_affine=affine)
+    return LayerNorm(dim, eps=NORM_EPS, elementwise_affine=affine)
 
 
 class Mlp(nn.Module):
-    """Linear layers with GELU between them: (..., dims[0]) -> (..., dims[-1]). `last_bias`: only the last has one."""
+    """Linear layers with GELU between them: (..., dims[0]) -> (..., dims[-1]). `last_bias`: only the last has one;
+    `last_wide`: the last computes in float32 at least.
+    """
 
-    def __init__(self, dims: Sequence[int], *, bias: bool = False, last_bias: bool | None = None) -> None:
+    def __init__(
+        self, dims: Sequence[int], *, bias: bool = False, last_bias: bool | None = None, last_wide: bool = False
+    ) -> None:
         super().__init__()
+        self.last_wide = last_wide
         last = len(dims) - 2
         self.layers = nn.ModuleList(
             linear(a, b, bias=bias if i < last or last_bias is None else last_bias)
@@ -44,7 +84,10 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
-            x = layer(x if i == 0 else F.gelu(x))
+            x = x if i == 0 else F.gelu(x)
+            if self.last_wide and i + 1 == len(self.layers):
+                x = x.to(torch.promote_types(x.dtype, torch.float32))
+            x = layer(x)
         return x
 
 
@@ -72,7 +115,7 @@ class TokenMix(nn.Module):
         nn.init.xavier_uniform_(self.weight_MN)
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        return torch.matmul(self.weight_MN, x_BND)
+        return torch.matmul(self.weight_MN.to(x_BND.dtype), x_BND)
 
 
 def mlp_flops(dims: Sequence[int], rows: int) -> int:

@@ -17,6 +17,8 @@ HeadKind = Literal["separate", "shared_bottom", "mmoe"]
 NormKind = Literal["layer", "rms"]
 AttentionImpl = Literal["reference", "eager", "triton", "auto"]
 HstuImpl = Literal["layers", "reference", "eager", "triton"]
+Compute = Literal["float32", "bfloat16"]
+CompiledPart = Literal["features", "interaction", "heads"]
 HstuRecompute = Literal["normed_x", "preactivations", "gated", "projected"]
 
 
@@ -177,6 +179,12 @@ class ModelConfig:
     """Learned weights in norms: costly, and of almost no effect in the published models."""
     bias: bool = False
     """Biases in linear layers other than the last."""
+    compute: Compute = "float32"
+    """Dtype of activations and matrix products. Parameters, their gradients, moments and what ranks add up stay float32
+    with "bfloat16" too, and so do the statistics of norms, rotary angles, the last layer of each head, and the loss."""
+    compile: tuple[CompiledPart, ...] = ()
+    """Parts that torch.compile makes kernels of: "features" (their first tokens), "interaction" (of every layer),
+    "heads". Results differ by rounding; the first steps take tens of seconds longer. Parameters keep their names."""
     attention: AttentionImpl = "eager"
     """Implementation of attention."""
     hstu: HstuImpl = "layers"
@@ -192,6 +200,7 @@ class ModelConfig:
         _check(self.dim > 0 and self.dim % 2 == 0, f"dim={self.dim}: must be even and > 0")
         _check(self.layers > 0, f"layers must be > 0, got {self.layers}")
         _check(self.dense_tokens > 0, f"dense_tokens must be > 0, got {self.dense_tokens}")
+        _check(len(set(self.compile)) == len(self.compile), f"compile: parts repeat in {self.compile}")
         fused = self.hstu != "layers"
         for name, on in (("norm_affine", self.norm_affine), ("bias", self.bias)):
             _check(not (fused and on), f'hstu="{self.hstu}" has no place for {name}=True: use hstu="layers"')

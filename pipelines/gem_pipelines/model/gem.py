@@ -110,6 +110,7 @@ class GemModel(nn.Module):
     def __init__(self, plan: ModelPlan, config: ModelConfig) -> None:
         super().__init__()
         self.plan = plan
+        self.compute = config.compute
         self.features = FeatureTokens(plan, config)
         self.starts = nn.ModuleDict({stream.name: Start(stream, config) for stream in plan.streams})
         self.contexts = nn.ModuleDict(

@@ -31,7 +31,9 @@ class TaskHeads(nn.Module):
             self.experts = nn.ModuleList(Mlp(shared, bias=config.bias) for _ in range(own.experts))
             self.gates = nn.ModuleList(linear(in_dim, own.experts) for _ in tasks)
         head_in = in_dim if own.kind == "separate" else own.shared[-1]
-        self.tasks = nn.ModuleList(Mlp((head_in, *own.hidden, 1), bias=config.bias, last_bias=True) for _ in tasks)
+        self.tasks = nn.ModuleList(
+            Mlp((head_in, *own.hidden, 1), bias=config.bias, last_bias=True, last_wide=True) for _ in tasks
+        )
 
     def forward(self, x_BC: Tensor) -> Tensor:
         if self.kind == "separate":

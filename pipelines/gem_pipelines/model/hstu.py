@@ -93,8 +93,8 @@ class HstuBlock(nn.Module):
             table = rotary_table(packed.angles.to(wide))
         return hstu_block(
             x_TD,
-            self.uvqk.weight,
-            self.out.weight,
+            self.uvqk.weight.to(x_TD.dtype),
+            self.out.weight.to(x_TD.dtype),
             attention=lambda q, k, v: attention(q, k, v, spec=self.spec, layout=packed.masked, impl=self.impl),
             spec=self.block_spec,
             table=table,

@@ -107,7 +107,7 @@ class SeedPooling(nn.Module):
         self.out = linear(dim, dim, bias=config.bias)
 
     def forward(self, x_TD: Tensor, packed: Packed) -> Tensor:
-        q_SHK = self.queries(self.seed_norm(self.seeds_SD)).unflatten(-1, (self.heads, -1))
+        q_SHK = self.queries(self.seed_norm(self.seeds_SD.to(x_TD.dtype))).unflatten(-1, (self.heads, -1))
         k_THK, v_THK = (
             part.unflatten(-1, (self.heads, -1)) for part in self.keys_values(self.norm(x_TD)).chunk(2, dim=-1)
         )
@@ -127,8 +127,8 @@ class SumKronLinear(nn.Module):
         self.w_IDD = nn.Parameter(torch.empty(terms, dim, dim).normal_(std=dim**-0.5))
 
     def forward(self, h_BSD: Tensor) -> Tensor:
-        mixed_BNID = torch.einsum("isn,bsd->bnid", self.z_ISN, h_BSD)
-        return mixed_BNID.flatten(-2) @ self.w_IDD.flatten(0, 1)
+        mixed_BNID = torch.einsum("isn,bsd->bnid", self.z_ISN.to(h_BSD.dtype), h_BSD)
+        return mixed_BNID.flatten(-2) @ self.w_IDD.flatten(0, 1).to(h_BSD.dtype)
 
 
 class HspSummary(nn.Module):

@@ -24,7 +24,7 @@ from gem_attention.api import attention, make_layout
 from gem_attention.interface import AttentionSpec
 from torch import Tensor, nn
 
-from gem_pipelines.model.common import NORM_EPS, Mlp, linear
+from gem_pipelines.model.common import NORM_EPS, Mlp, linear, to_compute
 from gem_pipelines.model.config import ModelConfig
 from gem_pipelines.model.inputs import ModelInput
 from gem_pipelines.model.plan import StreamPlan
@@ -46,6 +46,7 @@ class TargetRead(nn.Module):
         self.pairs = plan.matched
         self.spec = read_spec(plan, config.table_dim)
         self.impl = config.attention
+        self.config = config
         fields, width = len(self.pairs), config.table_dim
         self.match_FEE = nn.Parameter(torch.eye(width).repeat(fields, 1, 1))
         self.value = Mlp((plan.config.dim, plan.config.dim, fields * width), bias=config.bias)
@@ -54,7 +55,7 @@ class TargetRead(nn.Module):
     def forward(self, inputs: ModelInput, x_TD: Tensor, packed: Packed) -> Tensor:
         stream = inputs.streams[self.name]
         q_FBE = self._normed(inputs, [scalar for _, scalar in self.pairs])
-        k_FNE = torch.bmm(self._normed(inputs, [field for field, _ in self.pairs]), self.match_FEE)
+        k_FNE = torch.bmm(self._normed(inputs, [field for field, _ in self.pairs]), self.match_FEE.to(x_TD.dtype))
         v_NFE = self.value(x_TD[packed.events]).unflatten(-1, (len(self.pairs), -1))
         rows, events = q_FBE.shape[1], v_NFE.shape[0]
         layout = make_layout(
@@ -71,5 +72,5 @@ class TargetRead(nn.Module):
         return self.out(o_BFE.flatten(-2))[:, None]
 
     def _normed(self, inputs: ModelInput, keys: list[str]) -> Tensor:
-        stacked = torch.stack([inputs.embeddings[key] for key in keys])
+        stacked = to_compute(torch.stack([inputs.embeddings[key] for key in keys]), self.config)
         return F.layer_norm(stacked, stacked.shape[-1:], eps=NORM_EPS)

@@ -18,7 +18,7 @@ from gem_attention.interface import Layout, RotarySpec
 from gem_attention.rotary import apply_rotary, rotary_angles
 from torch import Tensor, nn
 
-from gem_pipelines.model.common import Mlp, linear
+from gem_pipelines.model.common import Mlp, linear, to_compute
 from gem_pipelines.model.config import ModelConfig
 from gem_pipelines.model.inputs import ModelInput, StreamInput
 from gem_pipelines.model.plan import ModelPlan, StreamPlan
@@ -140,7 +140,7 @@ class EventTokens(nn.Module):
 
     def __init__(self, plan: StreamPlan, config: ModelConfig) -> None:
         super().__init__()
-        self.plan = plan
+        self.plan, self.config = plan, config
         dim = plan.config.dim
         self.fields = linear(len(plan.fields) * config.table_dim, dim)
         self.actions = linear(plan.action_bits, dim) if plan.action_bits else None
@@ -151,7 +151,8 @@ class EventTokens(nn.Module):
     def forward(self, inputs: ModelInput) -> tuple[Tensor, Tensor]:
         """(events (N, D), candidates (B, D); the latter (0, D) without a candidate)."""
         stream = inputs.streams[self.plan.name]
-        events_ND = self.fields(torch.cat([inputs.embeddings[field] for field in self.plan.fields], dim=-1))
+        fields_NE = torch.cat([inputs.embeddings[field] for field in self.plan.fields], dim=-1)
+        events_ND = self.fields(to_compute(fields_NE, self.config))
         if self.actions is not None:
             bit_A = torch.arange(self.plan.action_bits, device=stream.actions.device)
             events_ND = events_ND + self.actions((stream.actions[:, None] >> bit_A & 1).to(events_ND.dtype))
@@ -162,7 +163,8 @@ class EventTokens(nn.Module):
         known = [inputs.embeddings[name] for name in self.plan.candidate if name is not None]
         zero_BE = torch.zeros_like(known[0])
         parts = [zero_BE if name is None else inputs.embeddings[name] for name in self.plan.candidate]
-        return events_ND, self.fields(torch.cat(parts, dim=-1)) + self.is_candidate_D
+        candidates_BD = self.fields(to_compute(torch.cat(parts, dim=-1), self.config))
+        return events_ND, candidates_BD + self.is_candidate_D.to(candidates_BD.dtype)
 
 
 def time_gaps(stream: StreamInput, timestamps_B: Tensor) -> Tensor:
@@ -184,7 +186,7 @@ class FeatureTokens(nn.Module):
 
     def __init__(self, plan: ModelPlan, config: ModelConfig) -> None:
         super().__init__()
-        self.plan = plan
+        self.plan, self.config = plan, config
         self.dim = config.dim
         count = len(plan.features)
         self.weight_FED = nn.Parameter(torch.empty(count, config.table_dim, config.dim))
@@ -196,11 +198,11 @@ class FeatureTokens(nn.Module):
     def forward(self, inputs: ModelInput) -> Tensor:
         tokens = []
         if self.plan.features:
-            x_FBE = torch.stack([inputs.embeddings[name] for name in self.plan.features])
-            tokens.append(torch.bmm(x_FBE, self.weight_FED).transpose(0, 1))
+            x_FBE = to_compute(torch.stack([inputs.embeddings[name] for name in self.plan.features]), self.config)
+            tokens.append(torch.bmm(x_FBE, self.weight_FED.to(x_FBE.dtype)).transpose(0, 1))
         if self.dense is not None:
             dense_BF = torch.cat([signed_log(inputs.dense), self._stream_facts(inputs)], dim=1)
-            tokens.append(self.dense(dense_BF).unflatten(1, (-1, self.dim)))
+            tokens.append(to_compute(self.dense(dense_BF), self.config).unflatten(1, (-1, self.dim)))
         return torch.cat(tokens, dim=1)
 
     def _stream_facts(self, inputs: ModelInput) -> Tensor:

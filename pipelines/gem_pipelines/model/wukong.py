@@ -34,7 +34,7 @@ class FactorizationMachineBlock(nn.Module):
         self.mlp = Mlp((tokens_in * own.rank, *own.hidden, tokens_out * config.dim), bias=config.bias)
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        fm_BNR = x_BND @ (x_BND.transpose(1, 2) @ self.y_NR)
+        fm_BNR = x_BND @ (x_BND.transpose(1, 2) @ self.y_NR.to(x_BND.dtype))
         return self.mlp(self.norm(fm_BNR.flatten(1))).unflatten(1, (-1, self.dim))
 
 

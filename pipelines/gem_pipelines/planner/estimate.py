@@ -1,11 +1,12 @@
 """Memory and step time of one mesh on one topology: a model, with every assumption named.
 
-    step = compute + recompute + tables + optimizer + exposed communication + contention + imbalance
+    step = compute + recompute + tables + optimizer + host + exposed communication + contention + imbalance
 
 compute      FLOPs of a rank over peak times `utilisation`
 recompute    forward FLOPs of the share of activations that do not fit and are computed again
 tables       lookups and updates, bound by memory: each id reads its row, reads and writes it in the update
 optimizer    AdamW over this rank's dense shard, bound by memory
+host         what launching a step, and each of its collectives, takes longer than the four above, beside which it runs
 exposed      moves that nothing hides, plus what of the hidden ones outlasts the dense computing. Hidden moves queue on
              each tier; the busiest tier decides
 contention   computing beside a hidden collective loses `overlap_slowdown` of its speed
@@ -48,6 +49,11 @@ class Assumptions:
     """Steps between two averages of plain table copies."""
     table_gathers: int = 2
     """Fully sharded tables: gathers a step; 2 releases the copy between lookup and update, 1 keeps it."""
+    host_s: float = 0.0
+    """Host seconds to launch one step on one rank, waits left out: of software and model, so it must be measured
+    (`host_s` of benchmarks/gpu/parallel.py). 0: the device is never kept waiting."""
+    collective_host_s: float = 0.0
+    """Host seconds to issue one collective; measured too."""
     memory_share: float = 0.92
     """Share of device memory that a job may fill: the rest is for the runtime, buffers of the network and holes."""
     state_bytes: int = 16
@@ -103,6 +109,7 @@ def estimate(workload: Workload, spec: MeshSpec, topology: Topology, assumptions
     optimizer = 1.75 * assumptions.state_bytes * _dense_shard(workload, spec) / device.memory_bytes_per_s
     moved, exposed, hidden = _communication(moves, spec, topology)
     window = compute + recompute
+    host = assumptions.host_s + assumptions.collective_host_s * sum(move.calls for move, _ in moved)
     length_imbalance = 1 + workload.flops_spread * math.sqrt(2 * math.log(world) / workload.batch) if world > 1 else 1.0
     uneven = sum(s for move, s in moved if not move.balanced and not move.hidden and move.axis == "table_shard")
     seconds = {
@@ -110,6 +117,7 @@ def estimate(workload: Workload, spec: MeshSpec, topology: Topology, assumptions
         "recompute": recompute,
         "tables": tables,
         "optimizer": optimizer,
+        "host": max(0.0, host - window - tables - optimizer),
         "exposed": exposed + max(0.0, hidden - window),
         "contention": min(hidden, window) * assumptions.overlap_slowdown,
         "imbalance": (length_imbalance - 1) * window + (lookups - 1) * (tables + uneven),

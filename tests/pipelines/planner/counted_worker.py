@@ -78,7 +78,7 @@ def check_parts(rank: int, spec: MeshSpec) -> None:
     built = build_meshes(placed, device="cpu")
     counted = Traffic()
     comm = make_collectives(built, "expert", impl="torch", traffic=counted)
-    place_experts(model, ExpertGroup(comm, torch.device("cpu")))
+    place_experts(model, ExpertGroup(comm))
     model(make_inputs([2, 0, 5], seed=rank, dtype=torch.float32)).sum().backward()
     planned = sum(
         int(move.sent)

@@ -67,6 +67,19 @@ def test_one_rank_by_hand():
     assert found.step_s == pytest.approx(sum(found.seconds.values()))
 
 
+def test_the_host_counts_where_it_takes_longer_than_the_device():
+    alone = estimate(WORK, MeshSpec(), SMALL, PLAIN)
+    busy = alone.step_s
+    assert estimate(WORK, MeshSpec(), SMALL, dataclasses.replace(PLAIN, host_s=busy / 2)).step_s == busy
+    slow = estimate(WORK, MeshSpec(), SMALL, dataclasses.replace(PLAIN, host_s=3 * busy))
+    assert slow.seconds["host"] == pytest.approx(2 * busy)
+    assert slow.step_s == pytest.approx(3 * busy)
+    calls = dataclasses.replace(PLAIN, host_s=busy, collective_host_s=0.25)
+    pair = estimate(WORK, MeshSpec(replicate=2, table_shard=2), SMALL, calls)
+    device = sum(pair.seconds[part] for part in ("compute", "recompute", "tables", "optimizer"))
+    assert pair.seconds["host"] == pytest.approx(busy + 0.25 * sum(move.calls for move, _ in pair.moved) - device)
+
+
 def test_two_ranks_of_one_host_by_hand():
     found = estimate(WORK, MeshSpec(shard=2, table_shard=2), SMALL, PLAIN)
     hidden = 2 * 2e3 / 1e6 + 2 * 1e-4 + (10 / 2 * (2 * 8 + 8)) / 1e6 + 1e-4  # one gather, one scatter, the ids

@@ -1,0 +1,107 @@
+"""The dtype that a model computes in, and torch.compile of its parts: the same model as in float32, uncompiled."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from gem_pipelines.model.config import ModelConfig
+from gem_pipelines.model.gem import GemModel
+from gem_pipelines.model.plan import plan_model
+from gem_pipelines.model.testing import KINDS, make_inputs, make_schema
+from gem_pipelines.parallel_compile import compile_parts, compiled_modules
+from torch import Tensor, nn
+
+CLICKS, VIEWS = [3, 1, 0, 7], [2, 0, 1, 3]
+PARTS = ("features", "interaction", "heads")
+
+
+def build(config: ModelConfig, state: dict[str, Tensor] | None = None) -> GemModel:
+    torch.manual_seed(0)
+    model = GemModel(plan_model(make_schema(), config), config)
+    if state is not None:
+        model.load_state_dict(state)
+    return model
+
+
+def run(model: GemModel, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """(logits, all gradients in one row)."""
+    model.zero_grad()
+    logits = model(make_inputs(CLICKS, VIEWS, seed=seed, dtype=dtype))
+    (logits * torch.tensor([1.0, -0.5])).sum().backward()
+    return logits.detach(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).double().norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_bfloat16_is_the_same_model_up_to_its_rounding(kind):
+    """At most 4 times what rounding every parameter to bfloat16 once, and computing in float32, changes."""
+    config = KINDS[kind]
+    wide = build(config)
+    logits, gradients = run(wide)
+    narrow = build(dataclasses.replace(config, compute="bfloat16"), wide.state_dict())
+    found, found_gradients = run(narrow)
+    rounded, rounded_gradients = run(build(config, {k: v.bfloat16().float() for k, v in wide.state_dict().items()}))
+    assert found.dtype == torch.float32
+    assert {parameter.grad.dtype for parameter in narrow.parameters()} == {torch.float32}
+
+    assert 0 < distance(found, logits) <= 4 * distance(rounded, logits)
+    assert 0 < distance(found_gradients, gradients) <= 4 * distance(rounded_gradients, gradients)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_nothing_of_a_bfloat16_model_is_silently_float32(kind):
+    """Every module but the dense features' MLP and the heads' last layers gives bfloat16."""
+    model = build(dataclasses.replace(KINDS[kind], compute="bfloat16"))
+    wide = []
+
+    def hook(name: str):
+        def look(module: nn.Module, args: object, output: object) -> None:
+            if isinstance(output, Tensor) and output.dtype != torch.bfloat16:
+                wide.append(name)
+
+        return look
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(hook(name))
+    model(make_inputs(CLICKS, VIEWS, dtype=torch.float32))
+    last = {f"heads.tasks.{t}.layers.{len(task.layers) - 1}" for t, task in enumerate(model.heads.tasks)}
+    allowed = {"", "heads", *(f"heads.tasks.{t}" for t in range(len(model.heads.tasks))), *last}
+    assert {name for name in wide if not name.startswith("features.dense")} == allowed
+
+
+@pytest.mark.parametrize("kind", ["hstu", pytest.param("interformer", marks=pytest.mark.slow)])
+def test_compiled_parts_are_the_same_model_under_the_same_names(kind):
+    """Traced and differentiated ahead of time, without a compiler: the same bits forward; another batch size too."""
+    plain = build(KINDS[kind])
+    compiled = build(KINDS[kind], plain.state_dict())
+    compile_parts(compiled, PARTS, backend="aot_eager")
+    assert len(compiled_modules(compiled, PARTS)) == 2 + len(compiled.layers)
+    for seed in range(2):
+        (logits, gradients), (found, found_gradients) = run(plain, seed), run(compiled, seed)
+        assert torch.equal(found, logits)
+        assert distance(found_gradients, gradients) < 1e-6
+    with torch.no_grad():
+        inputs = make_inputs([2, 5], [1, 1], dtype=torch.float32)
+        torch.testing.assert_close(compiled(inputs), plain(inputs))
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor():
+    plain = build(KINDS["hstu"])
+    compiled = build(KINDS["hstu"], plain.state_dict())
+    compile_parts(compiled, PARTS)
+    (logits, gradients), (found, found_gradients) = run(plain), run(compiled)
+    assert distance(found, logits) < 1e-5
+    assert distance(found_gradients, gradients) < 1e-5
+
+
+def test_parts_that_repeat_are_refused():
+    with pytest.raises(ValueError, match="parts repeat"):
+        ModelConfig(compile=("heads", "heads"))
