@@ -190,7 +190,8 @@ def main() -> int:
     apart = [row["name"] for record in found.values() for row in record["parity"] if not row["within_1e-5"]]
     if apart:
         print(f"not within 1e-5 of one process: {', '.join(apart)}", file=sys.stderr)
-    return 1 if failures or apart else 0
+    failed = [row for record in found.values() for row in record["speed"]["rows"] if row.get("failed")]
+    return 1 if failures or apart or failed else 0
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import math
 import statistics
 import sys
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from device import describe_device
 from gem_comm.api import Traffic, make_collectives, observe_traffic, probe_topology
 from gem_comm.fsdp import FsdpAllGather
 from gem_comm.interface import Device, Meshes, Tier, Topology
+from gem_embeddings import torchrec_tables
 from gem_pipelines.measure import matmul_peak_flops_per_s
 from gem_pipelines.model.build import build_model, table_specs
 from gem_pipelines.parallel_mesh import mesh_spec
@@ -127,28 +129,48 @@ def speed(work: Path, runtime: Runtime, size: cases.Size, attention: str) -> dic
         cases.draw_batch(schema, size.rows, mean=size.events, seed=1000 * runtime.rank + number) for number in range(4)
     ]
     batches = [[dataclasses.replace(batch, global_rows=world * size.rows)] for batch in drawn]
+    if runtime.device.type == "cuda":
+        draw_tables_on(runtime.device)
     device = measured_device(runtime)
     topology = measured_topology(runtime, device)
     call_s = collective_call_s(runtime)
+
+    def measured(label: dict[str, Any], section: dict[str, Any], variant: str) -> list[dict[str, Any]]:
+        config = cases.speed_config(size, section, attention=attention, variant=variant)
+        trainer = make_trainer(schema, config, runtime)
+        row = {**label, **timed(trainer, batches, size.steps)}
+        if world == 1:
+            calibrate(work, row, plan(work, schema, config, topology, size, variant=variant), device)
+        found = [row | plan(work, schema, config, topology, size, variant=variant, call_s=call_s)]
+        whole = section.get("shard") == world > 1 and "table_replica" not in section
+        if whole and variant == "overlap" and runtime.device.type == "cuda":
+            label = {**label, "name": f"{label['name']}.peer_copy"}
+            found.append({**label, **with_peer_copies(trainer, batches, size)})
+        return found
+
     rows: list[dict[str, Any]] = []
     for name, variant in cases.speed_runs(world, runtime.device.type):
         section, label = cases.SPEED[world][name], {"name": name, "variant": variant}
         if slowest(time.perf_counter() - STARTED, runtime) > ENOUGH_S:
             rows.append({**label, "reason": "left out: no time"})
             continue
-        config = cases.speed_config(size, section, attention=attention, variant=variant)
-        trainer = make_trainer(schema, config, runtime)
-        rows.append({**label, **timed(trainer, batches, size.steps)})
-        if world == 1:
-            calibrate(work, rows[-1], plan(work, schema, config, topology, size, variant=variant), device)
-        rows[-1] |= plan(work, schema, config, topology, size, variant=variant, call_s=call_s)
-        whole = section.get("shard") == world > 1 and "table_replica" not in section
-        if whole and variant == "overlap" and runtime.device.type == "cuda":
-            rows.append({"name": f"{name}.peer_copy", "variant": variant, **with_peer_copies(trainer, batches, size)})
-        del trainer
+        try:
+            rows += measured(label, section, variant)
+        except Exception as problem:  # in the table, and the run fails at its end: the other rows are worth having
+            rows.append({**label, "reason": f"{type(problem).__name__}: {problem}"[:200], "failed": True})
+            traceback.print_exc()
         if runtime.device.type == "cuda":
             torch.cuda.empty_cache()
     return {"rows": rows, "topology": to_json(topology), "collective_call_s": call_s}
+
+
+def draw_tables_on(device: torch.device) -> None:
+    """From here on tables start with numbers that the device draws: a step takes as long, the start seconds less."""
+
+    def draw(spec: Any, *, seed: int, start: int, stop: int) -> torch.Tensor:
+        return torch.randn(stop - start, spec.dim, device=device) * spec.init_std
+
+    torchrec_tables.initial_rows = draw
 
 
 def with_peer_copies(trainer: Trainer, batches: list[Any], size: cases.Size) -> dict[str, Any]:
