@@ -39,6 +39,6 @@ def count(memory: dict[str, Any], run: Any) -> dict[str, int]:
 
 
 CASES = tuple(
-    Case(name=f"imports.{name}", make=partial(dict, module=module), run=run, check=check, count=count, repeat=1)
+    Case(name=f"imports.{name}", make=partial(dict, module=module), run=run, check=check, count=count, repeat=3)
     for name, module in PACKAGES.items()
 )

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cases import Case, all_cases, prepare
 from companion import CannotPrepareError, Companion, PairedClock, package_folders
-from timing import YardstickClock
+from timing import YardstickClock, keep_memory
 
 from suites.counters import take_counters
 
@@ -40,6 +40,7 @@ class Timed:
 
     def setup(self, *_: Any) -> None:
         if self._prepared is None:
+            keep_memory()
             base = os.environ.get("GEMLINE_BASE")
             companion = self.companion(Path(base)) if base else None
             self._prepared = prepare(self._case)
