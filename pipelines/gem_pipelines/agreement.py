@@ -48,25 +48,42 @@ class StepTotals:
     flops_by_part: dict[str, int]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """What a rank finds of its own batches: what is wrong, weight sums by task, and the counts of `_own_sums`."""
+
+    error: BatchError | None
+    weights: list[float]
+    counts: list[int]
+
+
 class Agreement:
     """The first exchange of a step."""
 
     def __init__(self, *, schema: Schema, config: RunConfig, runtime: Runtime, tasks: Sequence[str]) -> None:
         self.schema, self.config, self.runtime, self.tasks = schema, config, runtime, tuple(tasks)
 
-    def totals(self, batches: Sequence[Batch], *, step: int) -> StepTotals:
-        """Check this rank's batches and add up what every rank must know. `step` is 1-based, for messages.
-
-        Raises BatchError, or RemoteBatchError where the bad batch is another rank's; RemoteError where ranks cannot go
-        on. On all ranks at once; nothing has changed then.
-        """
-        error: BatchError | None = None
+    def examine(self, batches: Sequence[Batch]) -> Examined:
+        """Check this rank's batches and add up what every rank must know of them. Of this rank alone, so any thread."""
         try:
             for batch in batches:
                 check_batch(batch, self.schema, open_ids=self.config.tables.open_ids())
         except BatchError as found:
-            error = found
-        weights, counts = self._exchange(*self._own_sums(batches if error is None else (), bad=error is not None))
+            weights, counts = self._own_sums((), bad=True)
+            return Examined(error=found, weights=weights, counts=counts)
+        weights, counts = self._own_sums(batches, bad=False)
+        return Examined(error=None, weights=weights, counts=counts)
+
+    def totals(self, batches: Sequence[Batch], *, step: int, examined: Examined | None = None) -> StepTotals:
+        """Add up over the ranks what each found of its batches. `step` is 1-based, for messages; examined: what
+        `examine` gave for them; None: it is called now.
+
+        Raises BatchError, or RemoteBatchError where the bad batch is another rank's; RemoteError where ranks cannot go
+        on. On all ranks at once; nothing has changed then.
+        """
+        own = self.examine(batches) if examined is None else examined
+        error = own.error
+        weights, counts = self._exchange(own.weights, own.counts)
         if counts[1] or counts[2] or counts[0] != len(batches) * self.runtime.world_size:
             self._raise(counts, len(batches), step, error)
         planned = sum(batch.global_rows for batch in batches)

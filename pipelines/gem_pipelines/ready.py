@@ -8,6 +8,9 @@ lookup itself waits for the update of the step before: nothing is read that is o
 The tensors of a batch are laid into one buffer here, pinned where the device is CUDA, so that `on_device` moves it by
 one transfer that does not wait. Where the model computes on the CPU nothing is moved: it reads the buffer itself.
 
+What needs only this rank and its CPU (checks, sums, the packing) may be done by a thread (`begin_ready`) while the host
+launches the kernels of the step at hand: those are calls into torch that hold no lock. A trainer does so on CUDA.
+
 What is wrong with the next step's batches belongs to the next step: it is kept here, and raised there, on all ranks.
 
 Cost: the ids of one more batch on the device; one copy of a batch in host memory.
@@ -16,6 +19,7 @@ Cost: the ids of one more batch on the device; one copy of a batch in host memor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +27,7 @@ from gem_data.interface import Batch, Schema
 from gem_data.packing import PackedBatch, move_batch, pack_batch
 from gem_embeddings.interface import Prepared, Tables
 
-from gem_pipelines.agreement import Agreement, RemoteBatchError, StepTotals
+from gem_pipelines.agreement import Agreement, Examined, RemoteBatchError, StepTotals
 from gem_pipelines.batches import BatchError, pad_empty
 from gem_pipelines.errors import RemoteError
 from gem_pipelines.lookup import join_ids
@@ -64,6 +68,34 @@ class NotReady:
     error: Exception
 
 
+Begun = Future[tuple[Examined, "tuple[PackedBatch, ...] | None"]]
+"""What a rank makes ready by itself: what it finds of the batches, and the batches packed (None: not yet, or not)."""
+
+
+def begin_ready(
+    threads: ThreadPoolExecutor,
+    coming: Sequence[Batch],
+    *,
+    agreement: Agreement,
+    schema: Schema,
+    device: torch.device,
+    packs: bool = True,
+) -> Begun:
+    """Start on `coming` in a thread. device: whose memory is pinned; packs: False where ranks must first agree on how
+    batches are cut.
+    """
+
+    def work() -> tuple[Examined, tuple[PackedBatch, ...] | None]:
+        on_cuda = device.type == "cuda"
+        if on_cuda:
+            torch.cuda.set_device(device)  # a new thread would pin for device 0
+        examined = agreement.examine(coming)
+        sound = packs and examined.error is None
+        return examined, tuple(pack(batch, schema, pin=on_cuda) for batch in coming) if sound else None
+
+    return threads.submit(work)
+
+
 def make_ready(
     coming: Coming,
     *,
@@ -73,18 +105,22 @@ def make_ready(
     schema: Schema,
     cut: Callable[[Sequence[Batch]], Sequence[Batch]],
     pin: bool = False,
+    begun: Begun | None = None,
 ) -> Ready:
     """Agree on the batches of 1-based `step` and start the exchange of their ids. A collective.
 
     cut  micro-batches as they are given -> as they are computed, equally many on all ranks
     pin  in page-locked memory, for CUDA
+    begun  what `begin_ready` gave for `coming`; None: everything is done now
 
     Raises what `Agreement.totals` raises, and for batches that could not be read what `Agreement.stop` raises.
     """
     if isinstance(coming, ValueError):
         agreement.stop(coming, step=step)
-    totals = agreement.totals(coming, step=step)
-    packed = tuple(pack(batch, schema, pin=pin) for batch in cut(coming))
+    examined, packed = (None, None) if begun is None else begun.result()
+    totals = agreement.totals(coming, step=step, examined=examined)
+    if packed is None:
+        packed = tuple(pack(batch, schema, pin=pin) for batch in cut(coming))
     prepared = tables.prepare(join_ids([held.batch.ids for held in packed]))
     return Ready(batches=coming, totals=totals, packed=packed, prepared=prepared)
 

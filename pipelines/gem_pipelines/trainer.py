@@ -22,6 +22,7 @@ Legend: B rows, T tasks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -41,7 +42,7 @@ from gem_pipelines.loss import bce_by_task, mean_by_task, metric_sums, scaled_lo
 from gem_pipelines.metrics import BinarySums, TaskMetrics
 from gem_pipelines.optimizer import DenseOptimizer, GradientError
 from gem_pipelines.parallelize import ParallelModel
-from gem_pipelines.ready import Coming, NotReady, Ready, make_ready, try_ready
+from gem_pipelines.ready import Begun, Coming, NotReady, Ready, begin_ready, make_ready, try_ready
 from gem_pipelines.runtime import Runtime
 from gem_pipelines.timing import PartClock
 
@@ -119,6 +120,7 @@ class Trainer:
         self._ahead: Ready | NotReady | None = None
         # Averaged copies would be averaged by an update of zeros as well, so there the host waits.
         self.reads_late = runtime.device.type == "cuda" and config.parallel.table_sync == "gradients"
+        self.threads = ThreadPoolExecutor(1, "ready") if runtime.device.type == "cuda" else None
         self._agreement = Agreement(schema=schema, config=config, runtime=runtime, tasks=self.tasks)
 
     def step(
@@ -132,9 +134,14 @@ class Trainer:
         Raises BatchError, LossError, GradientError or RemoteError on all ranks at the same step.
         """
         random, work = self._random_state(), WorkClock(self.runtime.device)
+        begun = self._begin_beside(upcoming)
         try:
             ready = self._begin(batches)
-            computed = self._compute(ready, clock=clock, work=work, profiled=profiled, upcoming=upcoming)
+            computed = self._compute(ready, clock=clock, work=work, profiled=profiled)
+            if upcoming is not None:  # the host's part of the next step, beside the device's backward of this one
+                with clock.part("read"):
+                    number = self.position.step + 2
+                    self._ahead = try_ready(upcoming, step=number, begun=begun, **self._ready_parts())
             sums_T5, lr, grad_norm = self._update(computed, clock=clock)
         except (BatchError, RemoteBatchError, LossError, GradientError) as error:
             assert not isinstance(batches, ValueError)  # agreement.stop raised, which does not come here
@@ -187,12 +194,18 @@ class Trainer:
         pin = self.runtime.device.type == "cuda"
         return {"agreement": self._agreement, "tables": tables, "schema": schema, "cut": self._cut, "pin": pin}
 
+    def _begin_beside(self, upcoming: Coming | None) -> Begun | None:
+        """Have the thread start on the next step's batches; None where there is no thread, or nothing for it."""
+        if self.threads is None or upcoming is None or isinstance(upcoming, ValueError):
+            return None
+        packs = self.config.balance.budget is None
+        parts = {"agreement": self._agreement, "schema": self.schema, "device": self.runtime.device, "packs": packs}
+        return begin_ready(self.threads, upcoming, **parts)
+
     def _cut(self, batches: Sequence[Batch]) -> list[Batch]:
         return within_budget(batches, self.schema, self.cost, self.config.balance.budget, self.runtime)
 
-    def _compute(
-        self, ready: Ready, *, clock: PartClock, work: WorkClock, profiled: bool, upcoming: Coming | None
-    ) -> Computed:
+    def _compute(self, ready: Ready, *, clock: PartClock, work: WorkClock, profiled: bool) -> Computed:
         """Losses and gradients of a step, added up over the ranks. Changes no parameter, table or moment."""
         totals, device = ready.totals, self.runtime.device
         self._set_table_rate()
@@ -211,9 +224,6 @@ class Trainer:
             norm = self.optimizer.clip()
         gradients = lookup.gradients()
         results = self._add_up(sums_T5, gradients, norm)
-        if upcoming is not None:  # the host's part of the next step, beside the device's backward of this one
-            with clock.part("read"):
-                self._ahead = try_ready(upcoming, step=self.position.step + 2, **self._ready_parts())
         return Computed(
             totals=totals, given=ready.batches, batches=padded, lookup=lookup, gradients=gradients, results=results
         )

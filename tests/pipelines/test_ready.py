@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -32,6 +33,25 @@ def test_the_same_bits_as_without(make_job, state_of, accumulate):
     ]
     first, second = (state_of(job) for job in made)
     assert {k: v for k, v in first.items() if k != "state"} == {k: v for k, v in second.items() if k != "state"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"data": {"accumulate": 2}}, {"balance": {"budget": 1e5}}])
+def test_the_same_bits_where_a_thread_checks_and_packs(make_job, state_of, settings):
+    plain, job = make_job("alone", **settings), make_job("thread", **settings)
+    job.trainer.threads = ThreadPoolExecutor(1)
+    for one in (plain, job):
+        run(one, 4, announce=True)
+    first, second = state_of(plain), state_of(job)
+    assert {k: v for k, v in first.items() if k != "state"} == {k: v for k, v in second.items() if k != "state"}
+
+
+def test_what_a_thread_finds_is_raised_at_its_own_step(make_job):
+    spoil = lambda batches, step: with_label(batches, 7.0) if step == 3 else batches  # noqa: E731
+    job = make_job("thread")
+    job.trainer.threads = ThreadPoolExecutor(1)
+    with pytest.raises(BatchError, match=r"label\.click is 7\.0"):
+        run(job, 4, announce=True, change=spoil)
+    assert job.trainer.position.step == 2
 
 
 def with_label(batches, value):
