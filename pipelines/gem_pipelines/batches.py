@@ -161,8 +161,10 @@ def _check_streams(batch: Batch, schema: Schema, rows: int) -> None:
                 )
 
 
-def pad_empty(batch: Batch, schema: Schema) -> Batch:
+def pad_empty(batch: Batch, schema: Schema, dynamic: Collection[str] = ()) -> Batch:
     """`batch`, or for a batch of zero rows one row of weight 0 (ids 0, one event in each stream, empty bags).
+
+    dynamic: features whose ids are counted: theirs is the largest int64, which never is.
 
     TorchRec's EmbeddingCollection cannot take zero rows, and every rank has to enter the same collectives. The row adds
     exactly 0 to the loss and to every gradient; row-wise AdaGrad leaves table rows with zero gradient as they are.
@@ -175,6 +177,7 @@ def pad_empty(batch: Batch, schema: Schema) -> Batch:
     lengths = torch.tensor(
         [1] * len(schema.scalars) + [0] * len(schema.lists) + [1] * events, dtype=batch.ids.lengths().dtype
     )
+    names, largest = [key for key, count in zip(batch.ids.keys(), lengths.tolist(), strict=True) if count], 2**63 - 1
     return Batch(
         sample_ids=zero - 1,
         user_ids=zero - 1,
@@ -183,7 +186,9 @@ def pad_empty(batch: Batch, schema: Schema) -> Batch:
         weights=torch.zeros(1, len(schema.labels)),
         dense=torch.zeros(1, len(schema.dense)),
         ids=KeyedJaggedTensor(
-            keys=list(batch.ids.keys()), values=torch.zeros(int(lengths.sum()), dtype=torch.int64), lengths=lengths
+            keys=list(batch.ids.keys()),
+            values=torch.tensor([largest if name in dynamic else 0 for name in names], dtype=torch.int64),
+            lengths=lengths,
         ),
         streams={
             stream.name: EventStream(offsets=torch.tensor([0, 1]), actions=zero, times=zero)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def capture(trainer: Trainer, loader: Loader) -> Checkpoint:
     tensors |= {f"optimizer.{name}": value for name, value in trainer.optimizer.state_tensors().items()}
     for table, parts in trainer.parallel.tables.table_state().items():
         tensors |= {f"tables.{table}.{part}": value for part, value in parts.items()}
+    for table, parts in trainer.parallel.tables.id_state().items():
+        tensors |= {f"ids.{table}.{part}": value for part, value in parts.items()}
     config = trainer.config
     state = {
         "position": dict(vars(trainer.position)),
@@ -121,7 +124,7 @@ def find_mismatches(checkpoint: Checkpoint, trainer: Trainer) -> list[str]:
     for key, tensor in checkpoint.tensors.items():
         if key not in expected:
             problems.append(f"tensor {key}: stored, but this run has none of that name")
-        elif (tuple(tensor.shape), tensor.dtype) != expected[key]:
+        elif not is_as_expected(tensor, expected[key]):
             shape, dtype = expected[key]
             problems.append(f"tensor {key}: stored {tuple(tensor.shape)} {tensor.dtype}, expected {shape} {dtype}")
     updated = {key.rsplit(".", 1)[0] for key in checkpoint.tensors if key.startswith("optimizer.")}
@@ -163,28 +166,33 @@ def _config_mismatches(stored_json: Any, config: RunConfig) -> list[str]:
     ]
 
 
+def is_as_expected(tensor: Tensor, expected: tuple[tuple[int, ...], torch.dtype]) -> bool:
+    """Shape and dtype; -1 stands for any length."""
+    shape, dtype = expected
+    lengths = zip(tensor.shape, shape, strict=False)
+    return tensor.dtype == dtype and tensor.ndim == len(shape) and all(b in (-1, a) for a, b in lengths)
+
+
 def expected_tensors(trainer: Trainer) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Canonical key of every tensor that a checkpoint of this run can hold -> shape and dtype."""
     expected = {f"dense.{name}": described for name, described in trainer.parallel.dense_expected.items()}
     for name, shape in trainer.optimizer.expected_shapes().items():
         expected[f"optimizer.{name}"] = (shape, torch.float32)
-    for spec in trainer.parallel.specs:
-        expected[f"tables.{spec.name}.weight"] = ((spec.rows, spec.dim), torch.float32)
-        expected[f"tables.{spec.name}.momentum"] = ((spec.rows,), torch.float32)
+    for table, shapes in trainer.parallel.tables.state_shapes().items():
+        expected |= {f"tables.{table}.{part}": (shape, torch.float32) for part, shape in shapes.items()}
+    for table, shapes in trainer.parallel.tables.id_shapes().items():
+        expected |= {f"ids.{table}.{part}": (shape, torch.int64) for part, shape in shapes.items()}
     return expected
 
 
 def _apply(checkpoint: Checkpoint, trainer: Trainer) -> None:
     """Write a checkpoint that was found to fit into the trainer."""
-    groups: dict[str, dict[str, Tensor]] = {"dense": {}, "optimizer": {}, "tables": {}}
+    groups: dict[str, dict[str, Tensor]] = {"dense": {}, "optimizer": {}, "tables": {}, "ids": {}}
     for key, tensor in checkpoint.tensors.items():
         group, name = key.split(".", 1)
         groups[group][name] = tensor
-    tables: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in groups["tables"].items():
-        table, part = name.rsplit(".", 1)
-        tables.setdefault(table, {})[part] = tensor
-    trainer.parallel.tables.load_table_state(tables)
+    trainer.parallel.tables.load_table_state(by_table(groups["tables"]))
+    trainer.parallel.tables.load_id_state(by_table(groups["ids"]))
     trainer.parallel.load_dense_state(groups["dense"])
     trainer.optimizer.load_state_tensors(groups["optimizer"])
     trainer.metrics.load_state_dict(checkpoint.state["metrics"])
@@ -192,6 +200,15 @@ def _apply(checkpoint: Checkpoint, trainer: Trainer) -> None:
     states = checkpoint.state["random"]
     if len(states) == trainer.runtime.world_size:  # else: the streams stay as seeded; only dropout draws from them
         set_random_state(states[trainer.runtime.rank], trainer.runtime)
+
+
+def by_table(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """{"item.weight": w} as {"item": {"weight": w}}."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        table, part = name.rsplit(".", 1)
+        found.setdefault(table, {})[part] = tensor
+    return found
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

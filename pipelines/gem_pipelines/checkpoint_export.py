@@ -58,9 +58,13 @@ def export(directory: Path, out: Path) -> None:
 def _write_table(path: Path, checkpoint: Checkpoint, table: str) -> None:
     weight = checkpoint.tensors[f"tables.{table}.weight"]
     rows, dim = weight.shape
+    momentum = checkpoint.tensors[f"tables.{table}.momentum"]
+    moments = pa.array(momentum.reshape(-1).numpy())
+    if momentum.ndim == 2:  # a moment for each part of the columns
+        moments = pa.FixedSizeListArray.from_arrays(moments, momentum.shape[1])
     columns = {
         "row": pa.array(np.arange(rows, dtype=np.int64)),
         "weight": pa.FixedSizeListArray.from_arrays(pa.array(weight.reshape(-1).numpy()), dim),
-        "momentum": pa.array(checkpoint.tensors[f"tables.{table}.momentum"].numpy()),
+        "momentum": moments,
     }
     pq.write_table(pa.table(columns), path, row_group_size=ROWS_PER_GROUP, write_page_checksum=True)

@@ -68,8 +68,9 @@ FREE_ON_RESUME = frozenset(
 )
 
 
-POLICIES = ("error", "drop", "hash")
-SHARDINGS = ("table_wise", "row_wise")
+POLICIES = ("error", "drop", "hash", "zch")
+SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "grid")
+EVICTIONS = ("lfu", "lru", "distance_lfu")
 
 
 def _pairs(key: str, texts: tuple[str, ...], expected: str) -> dict[str, str]:
@@ -153,8 +154,10 @@ class TablesConfig:
     scheduled: bool = True
     """Apply warm-up and schedule to the tables too."""
     sharding: tuple[str, ...] = ()
-    """How tables are cut over the processes of a copy, as table=kind: "table_wise" (whole on one) or "row_wise". What
-    is not named is table_wise, or what the planner says. The start record names what was done."""
+    """How tables lie on the processes of a copy, as table=kind: "table_wise" (whole on one), "row_wise", "column_wise"
+    (2 parts; "column_wise:4": 4), "data_parallel" (whole on each), "table_row_wise" and "grid" (over a host's; pooled
+    tables only). What is not named is table_wise, or what the planner says; the start record names what was done.
+    Tables cut by columns ("column_wise", "grid") keep a moment a part: another model, on any number of processes."""
     planner: str | None = None
     """A topology (TOML file, or the name of a shipped one): TorchRec's planner places the tables for it. None: whole
     tables, largest first to the least loaded process."""
@@ -163,14 +166,23 @@ class TablesConfig:
     the device. Needs parallel.table_replica 1."""
     policies: tuple[str, ...] = ()
     """What happens to ids outside their table, as feature=policy; "error" (stop the run) where a feature is not named.
-    "drop": no vector, or zeros; "hash": another row, never row 0. Counted by feature in metrics and report."""
+    "drop": no vector, or zeros; "hash": another row, never row 0; "zch": ids are any integers and earn their rows, for
+    all features of a table at once. Counted by feature in metrics and report."""
+    zch: tuple[str, ...] = ()
+    """Tables of features with policy "zch", as table=eviction:interval or table=eviction:interval:rows. Eviction:
+    "lfu", "lru" or "distance_lfu"; interval: steps between two rounds of it; rows: of the table, the schema's where
+    left out. A table that is not named: lfu:100."""
 
     def __post_init__(self) -> None:
         check_types(self, "tables")
         _at_least("tables", 0, lr=self.lr, eps=self.eps)
         for table, kind in self.sharding_of().items():
-            if kind not in SHARDINGS:
-                raise ConfigError(f"tables.sharding: {table}={kind}; {did_you_mean(kind, SHARDINGS)}")
+            name, colon, parts = kind.partition(":")
+            if name not in SHARDINGS:
+                raise ConfigError(f"tables.sharding: {table}={kind}; {did_you_mean(name, SHARDINGS)}")
+            if colon and (name not in ("column_wise", "grid") or not parts.isdecimal() or int(parts) < 1):
+                raise ConfigError(f"tables.sharding: {table}={kind}; expected a number of parts of column_wise or grid")
+        self.zch_of()
         for feature, policy in self.policy_of().items():
             if policy not in POLICIES:
                 raise ConfigError(f"tables.policies: {feature}={policy}; {did_you_mean(policy, POLICIES)}")
@@ -182,6 +194,18 @@ class TablesConfig:
     def sharding_of(self) -> dict[str, str]:
         """Table -> kind."""
         return _pairs("tables.sharding", self.sharding, "table=kind, each table once")
+
+    def zch_of(self) -> dict[str, tuple[str, int, int | None]]:
+        """Table -> (eviction policy, interval, rows or None)."""
+        found: dict[str, tuple[str, int, int | None]] = {}
+        for table, text in _pairs("tables.zch", self.zch, "table=eviction:interval, each table once").items():
+            policy, *numbers = text.split(":")
+            if policy not in EVICTIONS:
+                raise ConfigError(f"tables.zch: {table}={text}; {did_you_mean(policy, EVICTIONS)}")
+            if len(numbers) not in (1, 2) or not all(n.isdecimal() and int(n) >= 1 for n in numbers):
+                raise ConfigError(f"tables.zch: {table}={text}; expected eviction:interval or eviction:interval:rows")
+            found[table] = (policy, int(numbers[0]), int(numbers[1]) if len(numbers) == 2 else None)
+        return found
 
     def open_ids(self) -> tuple[str, ...]:
         """Features whose ids may lie outside their table."""

@@ -295,10 +295,14 @@ class Job:
         counts = self.trainer.parallel.tables.policy_counts()
         own = torch.tensor([[found["ids"], found["outside"]] for found in counts.values()], dtype=torch.float64)
         seen, outside = self.runtime.sum(own).long().t().tolist()
-        return {
+        found = {
             "ids_seen": dict(zip(counts, seen, strict=True)),
             "ids_outside": dict(zip(counts, outside, strict=True)),
         }
+        for kind in ("inserted", "evicted"):  # of the feature's table, the same on all ranks
+            if any(kind in count for count in counts.values()):
+                found[f"ids_{kind}"] = {feature: count[kind] for feature, count in counts.items() if kind in count}
+        return found
 
     def _record_saves(self) -> None:
         for record in self.saver.records():

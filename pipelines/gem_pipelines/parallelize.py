@@ -18,14 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from gem_comm.api import make_collectives, read_topology
 from gem_comm.interface import Meshes
 from gem_embeddings.api import build_tables, rows_suffice
-from gem_embeddings.interface import PlannerInputs, Replicas, RowWiseAdagrad, Tables, TableSpec
+from gem_embeddings.interface import ManagedIds, PlannerInputs, Replicas, RowWiseAdagrad, Tables, TableSpec
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -139,6 +139,7 @@ def parallelize(
     if config.impl == "reference" and runtime.world_size > 1:
         raise RunError(f"tables.impl is 'reference', which runs in one process; this run has {runtime.world_size}")
     parallel = parallel or ParallelConfig()
+    specs, managed = manage_ids(specs, config)
     meshes = make_meshes(parallel, runtime)
     model = model.to(runtime.device)
     expected = {name: (tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
@@ -146,6 +147,7 @@ def parallelize(
     tables = _place_tables(
         specs,
         config,
+        managed,
         parallel=parallel,
         meshes=meshes,
         seed=seed,
@@ -185,6 +187,7 @@ def _place_dense(
 def _place_tables(
     specs: Sequence[TableSpec],
     config: TablesConfig,
+    managed: Mapping[str, ManagedIds],
     *,
     parallel: ParallelConfig,
     meshes: Meshes | None,
@@ -212,8 +215,9 @@ def _place_tables(
         device=runtime.device,
         impl=config.impl,
         replicas=replicas,
-        policies=config.policy_of(),  # type: ignore[arg-type]
-        sharding=_sharding(specs, config, parallel, dist.get_world_size(group)),  # type: ignore[arg-type]
+        policies={f: policy for f, policy in config.policy_of().items() if policy != "zch"},  # type: ignore[misc]
+        managed=managed,
+        sharding=_sharding(specs, config, parallel, dist.get_world_size(group)),
         cache_share=config.cache_share,
         planner=None if config.planner is None else planner_inputs(config.planner, rows_per_rank),
     )
@@ -239,6 +243,34 @@ def _sharding(specs: Sequence[TableSpec], config: TablesConfig, parallel: Parall
     if parallel.table_sharding == "table_wise":
         return named
     return {spec.name: "row_wise" for spec in specs if rows_suffice(spec.rows, ranks)} | named
+
+
+def manage_ids(specs: Sequence[TableSpec], config: TablesConfig) -> tuple[tuple[TableSpec, ...], dict[str, ManagedIds]]:
+    """(tables, those with managed ones in the size asked for; table -> how its ids are managed). ConfigError where the
+    features of a table do not agree, or tables.zch names another table.
+    """
+    asked, policies = config.zch_of(), config.policy_of()
+    dynamic = {feature for feature, policy in policies.items() if policy == "zch"}
+    managed, found = {}, []
+    for spec in specs:
+        if not dynamic & set(spec.features):
+            found.append(spec)
+            continue
+        if left := [feature for feature in spec.features if feature not in dynamic]:
+            raise ConfigError(
+                f"tables.policies: ids of table {spec.name!r} earn their rows (zch), so all its features need that "
+                f"policy; missing: {', '.join(f'{feature}=zch' for feature in left)}"
+            )
+        policy, interval, rows = asked.get(spec.name, ("lfu", 100, None))
+        managed[spec.name] = ManagedIds(policy=policy, interval=interval)  # type: ignore[arg-type]
+        found.append(replace(spec, rows=rows or spec.rows))
+    for table in asked:
+        if table not in managed:
+            raise ConfigError(
+                f"tables.zch names table {table!r}, none of whose features has the policy zch; "
+                f"{did_you_mean(table, managed)}"
+            )
+    return tuple(found), managed
 
 
 def planner_inputs(topology: str, rows_per_rank: int) -> PlannerInputs:

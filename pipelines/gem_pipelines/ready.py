@@ -18,7 +18,7 @@ Cost: the ids of one more batch on the device; one copy of a batch in host memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -36,9 +36,9 @@ Coming = Sequence[Batch] | ValueError
 """The batches of a step, or why they could not be read."""
 
 
-def pack(batch: Batch, schema: Schema, *, pin: bool) -> PackedBatch:
-    """`batch`, a row of weight 0 where it has none, in one buffer on the CPU."""
-    return pack_batch(pad_empty(batch, schema), pin=pin)
+def pack(batch: Batch, schema: Schema, *, pin: bool, dynamic: Collection[str] = ()) -> PackedBatch:
+    """`batch`, a row of weight 0 where it has none, in one buffer on the CPU. dynamic: features of any integers."""
+    return pack_batch(pad_empty(batch, schema, dynamic), pin=pin)
 
 
 def place(packed: PackedBatch, device: torch.device) -> Batch:
@@ -80,6 +80,7 @@ def begin_ready(
     schema: Schema,
     device: torch.device,
     packs: bool = True,
+    dynamic: Collection[str] = (),
 ) -> Begun:
     """Start on `coming` in a thread. device: whose memory is pinned; packs: False where ranks must first agree on how
     batches are cut.
@@ -91,7 +92,9 @@ def begin_ready(
             torch.cuda.set_device(device)  # a new thread would pin for device 0
         examined = agreement.examine(coming)
         sound = packs and examined.error is None
-        return examined, tuple(pack(batch, schema, pin=on_cuda) for batch in coming) if sound else None
+        if not sound:
+            return examined, None
+        return examined, tuple(pack(batch, schema, pin=on_cuda, dynamic=dynamic) for batch in coming)
 
     return threads.submit(work)
 
@@ -106,12 +109,14 @@ def make_ready(
     cut: Callable[[Sequence[Batch]], Sequence[Batch]],
     pin: bool = False,
     begun: Begun | None = None,
+    dynamic: Collection[str] = (),
 ) -> Ready:
     """Agree on the batches of 1-based `step` and start the exchange of their ids. A collective.
 
     cut  micro-batches as they are given -> as they are computed, equally many on all ranks
     pin  in page-locked memory, for CUDA
     begun  what `begin_ready` gave for `coming`; None: everything is done now
+    dynamic  features whose ids are any integers
 
     Raises what `Agreement.totals` raises, and for batches that could not be read what `Agreement.stop` raises.
     """
@@ -120,7 +125,7 @@ def make_ready(
     examined, packed = (None, None) if begun is None else begun.result()
     totals = agreement.totals(coming, step=step, examined=examined)
     if packed is None:
-        packed = tuple(pack(batch, schema, pin=pin) for batch in cut(coming))
+        packed = tuple(pack(batch, schema, pin=pin, dynamic=dynamic) for batch in cut(coming))
     prepared = tables.prepare(join_ids([held.batch.ids for held in packed]))
     return Ready(batches=coming, totals=totals, packed=packed, prepared=prepared)
 

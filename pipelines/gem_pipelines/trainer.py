@@ -118,8 +118,10 @@ class Trainer:
         self.metrics = TaskMetrics(self.tasks, window=config.train.metric_window)
         self.position = Position()
         self._ahead: Ready | NotReady | None = None
-        # Averaged copies would be averaged by an update of zeros as well, so there the host waits.
-        self.reads_late = runtime.device.type == "cuda" and config.parallel.table_sync == "gradients"
+        self._dynamic = {feature for feature, policy in config.tables.policy_of().items() if policy == "zch"}
+        # An update of zeros would average averaged copies and count ids that earn their rows: there the host waits.
+        harmless = config.parallel.table_sync == "gradients" and not self._dynamic
+        self.reads_late = runtime.device.type == "cuda" and harmless
         self.threads = ThreadPoolExecutor(1, "ready") if runtime.device.type == "cuda" else None
         self._agreement = Agreement(schema=schema, config=config, runtime=runtime, tasks=self.tasks)
 
@@ -192,7 +194,8 @@ class Trainer:
     def _ready_parts(self) -> dict[str, Any]:
         tables, schema = self.parallel.tables, self.schema
         pin = self.runtime.device.type == "cuda"
-        return {"agreement": self._agreement, "tables": tables, "schema": schema, "cut": self._cut, "pin": pin}
+        parts = {"agreement": self._agreement, "tables": tables, "schema": schema, "cut": self._cut, "pin": pin}
+        return parts | {"dynamic": self._dynamic}
 
     def _begin_beside(self, upcoming: Coming | None) -> Begun | None:
         """Have the thread start on the next step's batches; None where there is no thread, or nothing for it."""
@@ -200,7 +203,7 @@ class Trainer:
             return None
         packs = self.config.balance.budget is None
         parts = {"agreement": self._agreement, "schema": self.schema, "device": self.runtime.device, "packs": packs}
-        return begin_ready(self.threads, upcoming, **parts)
+        return begin_ready(self.threads, upcoming, dynamic=self._dynamic, **parts)
 
     def _cut(self, batches: Sequence[Batch]) -> list[Batch]:
         return within_budget(batches, self.schema, self.cost, self.config.balance.budget, self.runtime)

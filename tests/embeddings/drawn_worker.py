@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 from gem_embeddings.api import build_tables
 from gem_embeddings.interface import Replicas, RowWiseAdagrad, TableSpec
+from gem_embeddings.layout import check_sharding
 from gem_embeddings.reference import ReferenceTables
-from gem_embeddings.testing import GroupExchange, part_of
+from gem_embeddings.testing import GroupExchange, part_of, parts_of
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 OPTIMIZER = RowWiseAdagrad(lr=0.1, eps=1e-6)
@@ -65,14 +67,18 @@ def check(case: dict, exchanges: dict, rank: int, world_size: int) -> None:
     copies = min(case["copies"], world_size)
     group, exchange = exchanges[copies]
     replicas = Replicas(exchange=exchange, fully_sharded=case["sliced"]) if copies > 1 else None
-    sharding = {}
+    sharding, ranks = {}, world_size // copies
     for spec, kind in zip(specs, case["sharding"], strict=False):
-        part = -(-spec.rows // (world_size // copies))
-        every_rank_has_rows = part * (world_size // copies - 1) < spec.rows
-        sharding[spec.name] = kind if every_rank_has_rows else "table_wise"
+        try:
+            check_sharding([spec], {spec.name: kind}, ranks=ranks, host=ranks if copies == 1 else 0)
+            sharding[spec.name] = kind
+        except ValueError:
+            sharding[spec.name] = "table_wise"
+    parts = parts_of(sharding)
     tables = build_tables(specs, optimizer=OPTIMIZER, seed=1, process_group=group, sharding=sharding, replicas=replicas)
     oracles = [
-        ReferenceTables(specs, optimizer=OPTIMIZER, seed=1, dtype=d, alone=True) for d in (torch.float64, torch.float32)
+        ReferenceTables(specs, optimizer=OPTIMIZER, seed=1, dtype=d, alone=True, column_parts=parts)
+        for d in (torch.float64, torch.float32)
     ]
     # the drawn rows of eight ranks, dealt to as many as there are
     dealt = [sum(case["rows"][r::world_size]) for r in range(world_size)]
@@ -93,6 +99,7 @@ def check(case: dict, exchanges: dict, rank: int, world_size: int) -> None:
 
 
 def main(rank: int, world_size: int, port: int, file: str) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)  # what torchrun would say
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     exchanges = make_exchanges(world_size)

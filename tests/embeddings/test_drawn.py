@@ -16,7 +16,7 @@ import pytest
 import torch
 from gem_embeddings.api import build_tables
 from gem_embeddings.interface import RowWiseAdagrad, TableSpec
-from gem_embeddings.validation import check_row_wise
+from gem_embeddings.layout import check_sharding
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -45,7 +45,13 @@ def cases(draw):
         "tables": tables,
         "rows": draw(st.lists(st.sampled_from([0, 0, 1, 3]), min_size=8, max_size=8)),
         "most": draw(st.sampled_from([0, 1, 4])),
-        "sharding": draw(st.lists(st.sampled_from(["table_wise", "row_wise"]), min_size=4, max_size=4)),
+        "sharding": draw(
+            st.lists(
+                st.sampled_from(["table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "grid"]),
+                min_size=4,
+                max_size=4,
+            )
+        ),
         "copies": draw(st.sampled_from([1, 2, 4])),
         "sliced": draw(st.booleans()),
     }
@@ -163,11 +169,11 @@ def test_a_policy_of_a_shared_feature_acts_in_each_table():
 def test_row_wise_leaves_no_rank_without_rows(rows, ranks, fits):
     specs = [TableSpec(name="t", rows=rows, dim=4, features=("x",))]
     if fits:
-        check_row_wise(specs, {"t": "row_wise"}, ranks)
+        check_sharding(specs, {"t": "row_wise"}, ranks=ranks, host=ranks)
     else:
         with pytest.raises(ValueError, match="table 't': row_wise cuts"):
-            check_row_wise(specs, {"t": "row_wise"}, ranks)
-    check_row_wise(specs, {}, ranks)
+            check_sharding(specs, {"t": "row_wise"}, ranks=ranks, host=ranks)
+    check_sharding(specs, {}, ranks=ranks, host=ranks)
 
 
 def test_only_pooled_sums_can_be_weighted():

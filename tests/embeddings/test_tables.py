@@ -14,9 +14,10 @@ import torch.distributed as dist
 from gem_embeddings import initial, testing
 from gem_embeddings.api import build_tables
 from gem_embeddings.interface import PlannerInputs, RowWiseAdagrad, TableSpec
+from gem_embeddings.planned import plan_tables
 from gem_embeddings.reference import rowwise_adagrad_
 from gem_embeddings.testing import CHECKS, SPECS, Quirks
-from gem_embeddings.torchrec_tables import _Collections, _decide, place_tables
+from gem_embeddings.torchrec_tables import _Collections
 
 ROW_WISE = {spec.name: "row_wise" for spec in SPECS}
 
@@ -66,14 +67,6 @@ def test_two_ranks_train_as_one():
         for process in ranks:
             process.kill()
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
-
-
-def test_placement_is_largest_first():
-    specs = [
-        TableSpec(name=name, rows=rows, dim=4, features=(name,))
-        for name, rows in (("a", 1), ("b", 9), ("c", 4), ("d", 5))
-    ]
-    assert place_tables(specs, 2) == {"b": 0, "d": 1, "c": 1, "a": 0}
 
 
 @pytest.mark.parametrize(
@@ -143,10 +136,10 @@ def test_the_planner_places_tables_within_constraints_and_memory(one_process):
         TableSpec(name="bags", rows=500_000, dim=64, features=("e",), pooling="mean"),
     ]
     inputs = PlannerInputs(rows_per_rank=2048, mean_ids={"a": 50.0}, memory_bytes=1.5e9, host_memory_bytes=1.5e9)
-    cpu = torch.device("cpu")
 
     def decide(inputs, given):
-        return _decide(_Collections(specs), specs, given, inputs, 4, cpu)
+        found = plan_tables(_Collections(specs), specs, inputs=inputs, ranks=4, device="cpu", given=given)
+        return {name: layout.shards[0].rank if layout.kind == "table_wise" else None for name, layout in found.items()}
 
     found = decide(inputs, {})
     assert found["big"] is None  # 2.6 GB in ranks of 1.5 GB

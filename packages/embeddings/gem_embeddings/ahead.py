@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from gem_embeddings.managed import Mapped
 from gem_embeddings.validation import mark_used
 
 
@@ -27,6 +28,8 @@ class Started:
         self, ids: KeyedJaggedTensor, kept: dict[str, Tensor], rows: int, stream: Any, modules: Sequence[nn.Module]
     ) -> None:
         self.ids, self.kept, self.rows, self.used = ids, kept, rows, False
+        self.given: KeyedJaggedTensor | None = None  # and what it was mapped to, where ids are managed
+        self.mapped: Mapped | None = None
         self._stream, self._modules = stream, tuple(modules)
         self._contexts: list[Any] = []
         self._inputs: list[Any] = []

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from gem_embeddings.interface import PlannerInputs, Policy, Replicas, RowWiseAdagrad, Tables, TableSpec
+from gem_embeddings.interface import ManagedIds, PlannerInputs, Policy, Replicas, RowWiseAdagrad, Tables, TableSpec
+from gem_embeddings.layout import SHARDINGS, check_sharding, parse_sharding
+from gem_embeddings.managed import check_managed
 from gem_embeddings.policies import check_policies
 from gem_embeddings.validation import check_optimizer, check_replicas, check_specs, rows_suffice
 
-__all__ = ["IMPLS", "SHARDINGS", "Impl", "Sharding", "build_tables", "rows_suffice"]
+__all__ = ["IMPLS", "SHARDINGS", "Impl", "build_tables", "parse_sharding", "rows_suffice"]
 
 Impl = Literal["torchrec", "reference"]
-Sharding = Literal["table_wise", "row_wise"]
 IMPLS = ("torchrec", "reference")
-SHARDINGS = ("table_wise", "row_wise")
 
 
 def build_tables(
@@ -25,11 +25,12 @@ def build_tables(
     process_group: Any = None,
     device: Any = "cpu",
     impl: Impl = "torchrec",
-    sharding: Mapping[str, Sharding] | None = None,
+    sharding: Mapping[str, str] | None = None,
     replicas: Replicas | None = None,
     policies: Mapping[str, Policy] | None = None,
     planner: PlannerInputs | None = None,
     cache_share: float | None = None,
+    managed: Mapping[str, ManagedIds] | None = None,
 ) -> Tables:
     """All tables of `specs`, initialised from `seed` and the tables' names, with the optimizer fused into backward.
 
@@ -37,8 +38,9 @@ def build_tables(
                    for a single process; "reference" takes it when there is one.
     impl           "torchrec": EmbeddingBagCollection / EmbeddingCollection under DistributedModelParallel.
                    "reference": plain torch, every table whole on every rank.
-    sharding       table name -> "table_wise" (default: whole on one rank) or "row_wise" (cut over all ranks). The
-                   result does not depend on it; "reference" checks and ignores it.
+    sharding       table name -> one of SHARDINGS, "table_wise" (whole on one rank) where not named; "column_wise:4" and
+                   "grid:4" say the number of column parts (2). The result depends on nothing but that number: parts
+                   keep a moment each, on any number of ranks and in "reference" (see layout.py).
     replicas       copies of the tables: process_group then holds one copy, replicas.exchange joins the ranks that hold
                    the same part in every copy. "reference" holds every table whole and takes none.
     planner        let TorchRec's planner choose kind and rank of every table that `sharding` does not name, instead of
@@ -46,6 +48,7 @@ def build_tables(
     cache_share    CUDA: tables live in host memory (UVM), and so large a share of their rows is cached on the device.
                    None: on the device. The result does not depend on it. Without replicas
     policies       feature -> "error" (default), "drop" or "hash": what happens to ids outside the table
+    managed        table name -> ManagedIds: tables whose ids earn their rows; their features need no policy
 
     Gradients: what a table's row receives is the sum over ranks divided by the world size W (all copies' ranks), as in
     DistributedDataParallel. For the mean over a global batch of G rows, every rank's loss is
@@ -60,9 +63,12 @@ def build_tables(
     for name, kind in sharding.items():
         if name not in names:
             raise ValueError(f"sharding names table {name!r}; the tables are {sorted(names)}")
-        if kind not in SHARDINGS:
-            raise ValueError(f"sharding of table {name!r} must be one of {SHARDINGS}, got {kind!r}")
+        try:
+            parse_sharding(kind)
+        except ValueError as problem:
+            raise ValueError(f"table {name!r}: {problem}") from problem
     check_policies(specs, policies or {})
+    check_managed(specs, managed or {}, policies or {})
     if replicas is not None:
         check_replicas(replicas)
     if impl == "reference":
@@ -72,8 +78,16 @@ def build_tables(
             raise ValueError('impl="reference" holds every table whole on each rank: give process_group, no replicas')
         from gem_embeddings.reference import ReferenceTables
 
+        check_sharding(specs, sharding, ranks=1, host=1)
         return ReferenceTables(
-            specs, optimizer=optimizer, seed=seed, process_group=process_group, device=device, policies=policies
+            specs,
+            optimizer=optimizer,
+            seed=seed,
+            process_group=process_group,
+            device=device,
+            policies=policies,
+            column_parts={name: parse_sharding(kind)[1] for name, kind in sharding.items()},
+            managed=managed,
         )
     if impl == "torchrec":
         from gem_embeddings.torchrec_tables import TorchRecTables
@@ -89,5 +103,6 @@ def build_tables(
             policies=policies,
             planner=planner,
             cache_share=cache_share,
+            managed=managed,
         )
     raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")

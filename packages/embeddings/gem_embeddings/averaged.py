@@ -83,6 +83,9 @@ class AveragedCopies(Copies):
     def copied(self) -> list[tuple[Tensor, Tensor]]:
         return [] if self._since else [(table.weight, table.fused_momentum()) for table in self.tables]
 
+    def held(self) -> list[tuple[Tensor, Tensor, int]]:
+        return [(table.weight, table.fused_momentum(), 0) for table in self.tables]
+
     def state(self) -> list[tuple[Tensor, Tensor]]:
         if self._since:
             self.average()

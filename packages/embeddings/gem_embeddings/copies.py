@@ -68,6 +68,18 @@ class Copies(ABC):
         self.lr = lr
 
     @abstractmethod
+    def held(self) -> list[tuple[Tensor, Tensor, int]]:
+        """(weight, momentum, first row) of the rows of each local table that this rank keeps between steps."""
+
+    def reset(self, table: int, rows_U: Tensor, values_UD: Tensor) -> None:
+        """Rows of a local table, counted from its first, take values, and moments 0. Between steps; on all copies."""
+        weight, momentum, first = self.held()[table]
+        inside = (rows_U >= first) & (rows_U < first + weight.shape[0])
+        own_U = rows_U[inside] - first
+        weight.index_copy_(0, own_U, values_UD[inside])
+        momentum.index_fill_(0, own_U, 0.0)
+
+    @abstractmethod
     def state(self) -> list[tuple[Tensor, Tensor]]:
         """(weight, momentum) of each local table; momentum in units of one copy. A collective of the copies."""
 
@@ -118,6 +130,15 @@ class SingleCopy(Copies):
 
     def set_learning_rate(self, lr: float) -> None:
         set_kernel_rate(self.tables, lr)
+
+    def held(self) -> list[tuple[Tensor, Tensor, int]]:
+        return [(table.weight, table.fused_momentum(), 0) for table in self.tables]
+
+    def reset(self, table: int, rows_U: Tensor, values_UD: Tensor) -> None:
+        kernel = self.tables[table].kernel
+        kernel.flush()
+        super().reset(table, rows_U, values_UD)
+        kernel.reset_cache_states()
 
     def state(self) -> list[tuple[Tensor, Tensor]]:
         for kernel in kernels_of(self.tables):
@@ -190,6 +211,9 @@ class SummedCopies(Copies):
 
     def copied(self) -> list[tuple[Tensor, Tensor]]:
         return self.state()
+
+    def held(self) -> list[tuple[Tensor, Tensor, int]]:
+        return [(table.weight, own, 0) for table, own in zip(self.tables, self._momentum, strict=True)]
 
     def state(self) -> list[tuple[Tensor, Tensor]]:
         return [(table.weight, momentum) for table, momentum in zip(self.tables, self._momentum, strict=True)]

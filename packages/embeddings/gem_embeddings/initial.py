@@ -34,6 +34,18 @@ def initial_rows(spec: TableSpec, *, seed: int, start: int, stop: int) -> Tensor
     return rows_ND.mul_(spec.init_std)
 
 
+def initial_values(spec: TableSpec, rows_U: Tensor, *, seed: int) -> Tensor:
+    """Start values of some rows, (U, dim) float32 on CPU. Cost: their blocks of BLOCK_ROWS are drawn whole."""
+    rows_U = rows_U.cpu()
+    values_UD = torch.empty(rows_U.numel(), spec.dim)
+    for block in (rows_U // BLOCK_ROWS).unique().tolist():
+        first = block * BLOCK_ROWS
+        inside = (rows_U >= first) & (rows_U < first + BLOCK_ROWS)
+        last = int(rows_U[inside].max()) + 1
+        values_UD[inside] = initial_rows(spec, seed=seed, start=first, stop=last)[rows_U[inside] - first]
+    return values_UD
+
+
 def _generator(seed: int, name: str, block: int) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

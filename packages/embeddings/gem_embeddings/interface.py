@@ -6,6 +6,7 @@
      `PlannerInputs`: TorchRec's planner places the tables; `Tables.placement`: which rank holds what;
      `Exchange.begin`: slices of fully sharded tables travel beside other work
 1.3  `Tables.copied_parts`: what a rank holds in copy, so that copies can be compared
+1.4  `ManagedIds`: ids earn their rows, `Tables.id_state` and `load_id_state` and `id_shapes`; `Tables.state_shapes`
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-INTERFACE_VERSION = (1, 3)
+INTERFACE_VERSION = (1, 4)
 
 Pooling = Literal["none", "sum", "mean"]
 Policy = Literal["error", "drop", "hash"]
@@ -59,6 +60,27 @@ class RowWiseAdagrad:
 
     lr: float = 0.05
     eps: float = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagedIds:
+    """How the ids of one table earn its rows: any int64 may be an id of the features that look it up (managed.py).
+
+    policy          "lfu": ids seen most often stay; "lru": those seen last; "distance_lfu": count over age, the steps
+                    since an id was last seen, to the power decay_exponent. TorchRec's eviction policies
+    interval        trained lookups between two rounds, in which new ids may take rows
+    decay_exponent  of "lru" and "distance_lfu"
+
+    Of a table of R rows the first R - 1 can be earned; the last is shared by all ids that have none. A row whose id is
+    evicted goes back to its start value, and its moment to 0.
+
+    Example: rows 3, "lfu", interval 1; steps with ids [7, 7], [8], [9, 9, 9]: 7 takes row 1 and 8 takes row 0, then 9,
+    seen three times, takes the row of 8, seen once.
+    """
+
+    policy: Literal["lfu", "lru", "distance_lfu"] = "lfu"
+    interval: int = 100
+    decay_exponent: float = 1.0
 
 
 class Pending(Protocol):
@@ -152,7 +174,9 @@ class Tables(Protocol):
         collective: all ranks prepare the same batches in the same order. On CUDA the work is on a stream of its own;
         ids that are still on the CPU are copied there, and wait for nothing else.
     table_state() -> table name -> {"weight": (rows, dim) float32, "momentum": (rows,) float32}, whole (unsharded),
-        on CPU, on every rank that asks for it together (a collective).
+        on CPU, on every rank that asks for it together (a collective). Tables whose columns are cut in n parts have
+        n moments a row: (rows, n).
+    state_shapes() -> table name -> {"weight", "momentum"} -> shape of that.
     load_table_state(state)   the inverse; a missing or extra table, or another shape, is a ValueError listing all
         mismatches, and nothing is applied.
     set_learning_rate(lr)     for schedules.
@@ -160,7 +184,11 @@ class Tables(Protocol):
     copied_parts() -> name -> this rank's memory of what other copies hold too, bit for bit at this moment: the same
         names on all of them. Empty without copies, where slices are held, and between two averages. To be read only.
     policy_counts() -> feature -> {"ids": n, "outside": n}, of this rank since it was built, for features whose policy
-        is not "error".
+        is not "error". Features of managed tables too: outside counts ids without a row of their own, and "inserted"
+        and "evicted" those of the feature's table, on all ranks together. Evaluations count, but insert nothing.
+    id_state() -> table name -> int64 tensors: the map of a managed table, and what is counted for its next round; the
+        same for every sharding and number of ranks. A collective. id_shapes() -> their shapes, -1 for any length.
+    load_id_state(state)      the inverse; as load_table_state.
     """
 
     def __call__(self, ids: KeyedJaggedTensor) -> dict[str, Tensor]: ...
@@ -172,6 +200,14 @@ class Tables(Protocol):
     def table_state(self) -> dict[str, dict[str, Tensor]]: ...
 
     def load_table_state(self, state: dict[str, dict[str, Tensor]]) -> None: ...
+
+    def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]: ...
+
+    def id_state(self) -> dict[str, dict[str, Tensor]]: ...
+
+    def load_id_state(self, state: dict[str, dict[str, Tensor]]) -> None: ...
+
+    def id_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]: ...
 
     def set_learning_rate(self, lr: float) -> None: ...
 

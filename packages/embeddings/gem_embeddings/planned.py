@@ -1,9 +1,9 @@
 """Which rank holds which table: by TorchRec's planner, told our topology and what our tables can be cut by.
 
 The planner looks for the plan of least time on its performance model: lookups, exchanges at the two bandwidths it knows
-(within a host, between hosts), memory. It is given only what keeps row-wise AdaGrad what it is: whole tables, or whole
-rows of them (table_wise, row_wise). Cutting columns (column_wise, grid) would give each part a moment of its own, and
-data_parallel copies a table with another update; copies are Replicas' business.
+(within a host, between hosts), memory. By itself it may choose what keeps row-wise AdaGrad what it is: whole tables,
+or blocks of rows (table_wise, row_wise). Cutting columns trains another model (layout.py), so that is done where it is
+asked for by name, as the other kinds are; the planner then chooses the ranks.
 
 It runs alike on every rank and sends nothing. Cost: some milliseconds a table.
 """
@@ -16,10 +16,12 @@ from typing import Any
 
 from torch import nn
 
+from gem_embeddings.distribute import TORCHREC_KIND
 from gem_embeddings.interface import PlannerInputs, TableSpec
+from gem_embeddings.layout import SHARDINGS, Layout, Shard, parse_sharding
 from gem_embeddings.validation import rows_suffice
 
-KINDS = ("table_wise", "row_wise")
+FREE = ("table_wise", "row_wise")
 
 
 def plan_tables(
@@ -30,8 +32,8 @@ def plan_tables(
     ranks: int,
     device: str,
     given: Mapping[str, str],
-) -> dict[str, tuple[str, int | None]]:
-    """Table -> (kind, rank for table_wise). given: kinds that are decided. ValueError where no plan fits.
+) -> dict[str, Layout]:
+    """Table -> layout. given: kinds that are decided. ValueError where no plan fits.
 
     collections  the TorchRec modules, on meta
     """
@@ -48,10 +50,12 @@ def plan_tables(
         intra_host_bw=inputs.host_bytes_per_s / 1e3,
         inter_host_bw=inputs.network_bytes_per_s / 1e3,
     )
+    decided = {name: parse_sharding(text) for name, text in given.items()}
     constraints = {
         spec.name: ParameterConstraints(
-            sharding_types=[given[spec.name]] if spec.name in given else _possible(spec, ranks),
-            compute_kernels=["fused"],
+            sharding_types=_torchrec_kinds(decided[spec.name][0]) if spec.name in decided else _possible(spec, ranks),
+            compute_kernels=["dense" if spec.name in decided and decided[spec.name][0] == "data_parallel" else "fused"],
+            min_partition=spec.dim // decided[spec.name][1] if spec.name in decided else None,
             pooling_factors=[inputs.mean_ids.get(feature, 1.0) for feature in spec.features],
             is_weighted=spec.weighted,
         )
@@ -69,30 +73,46 @@ def plan_tables(
             f"TorchRec's planner finds no place for the tables on {ranks} ranks with {inputs.memory_bytes:.3g} bytes "
             f"each: {problem}"
         ) from problem
-    found: dict[str, tuple[str, int | None]] = {}
-    for module in plan.plan.values():
-        for name, sharding in module.items():
-            whole = sharding.sharding_type == "table_wise"
-            found[name] = (sharding.sharding_type, sharding.ranks[0] if whole else None)
-    return found
+    return {name: _layout(sharding) for module in plan.plan.values() for name, sharding in module.items()}
+
+
+def _layout(sharding: Any) -> Layout:
+    kind = next((ours for ours, theirs in TORCHREC_KIND.items() if theirs == sharding.sharding_type), None)
+    if sharding.sharding_spec is None:
+        return Layout(kind=kind or sharding.sharding_type, shards=())
+    shards = (
+        Shard(
+            rank=rank,
+            first_row=shard.shard_offsets[0],
+            rows=shard.shard_sizes[0],
+            first_column=shard.shard_offsets[1],
+            columns=shard.shard_sizes[1],
+        )
+        for shard, rank in zip(sharding.sharding_spec.shards, sharding.ranks, strict=True)
+    )
+    return Layout(kind=kind or sharding.sharding_type, shards=tuple(shards))
+
+
+def _torchrec_kinds(kind: str) -> list[str]:
+    return [TORCHREC_KIND.get(kind, kind)]
 
 
 def _possible(spec: TableSpec, ranks: int) -> list[str]:
-    """Row-wise only where every rank gets rows (see validation.check_row_wise)."""
-    return list(KINDS) if rows_suffice(spec.rows, ranks) else ["table_wise"]
+    """Row-wise only where every rank gets rows (see layout.check_sharding)."""
+    return list(FREE) if rows_suffice(spec.rows, ranks) else ["table_wise"]
 
 
 def _sharders() -> list[Any]:
-    """TorchRec's own sharders leave out row_wise on a CPU, which gloo can do."""
+    """TorchRec's own sharders leave out kinds on a CPU that gloo can do."""
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
     class Bags(EmbeddingBagCollectionSharder):
         def sharding_types(self, compute_device_type: str) -> list[str]:
-            return list(KINDS)
+            return [TORCHREC_KIND.get(kind, kind) for kind in SHARDINGS]
 
     class Sequences(EmbeddingCollectionSharder):
         def sharding_types(self, compute_device_type: str) -> list[str]:
-            return list(KINDS)
+            return [TORCHREC_KIND.get(kind, kind) for kind in SHARDINGS]
 
     return [Bags(), Sequences()]

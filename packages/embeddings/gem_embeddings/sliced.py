@@ -164,6 +164,11 @@ class SlicedSums(Copies):
         for weight, momentum, grad in zip(self._weight.own, self._momentum.own, grads, strict=True):
             step_all_(weight, momentum.view(-1), grad, lr=lr, eps=self.eps)
 
+    def held(self) -> list[tuple[Tensor, Tensor, int]]:
+        self._finish()
+        pairs = zip(self._weight.own, self._momentum.own, self._weight.rows, strict=True)
+        return [(weight, momentum.view(-1), self._exchange.rank * count) for weight, momentum, count in pairs]
+
     def state(self) -> list[tuple[Tensor, Tensor]]:
         self.before_lookup()
         weights = [weight.clone() for weight in self._whole]
@@ -218,6 +223,12 @@ class SlicedAverages(Copies):
 
     def set_learning_rate(self, lr: float) -> None:
         set_kernel_rate(self.tables, lr * math.sqrt(self._scale))
+
+    def held(self) -> list[tuple[Tensor, Tensor, int]]:
+        self._finish()
+        number, own = len(self.tables), self._slices.own
+        pairs = zip(own[:number], own[number:], self._slices.rows, strict=False)
+        return [(weight, momentum.view(-1), self._exchange.rank * count) for weight, momentum, count in pairs]
 
     def state(self) -> list[tuple[Tensor, Tensor]]:
         self.before_lookup()

@@ -14,8 +14,8 @@ picked by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from gem_embeddings.averaged import scaled_optimizer
 from gem_embeddings.initial import initial_rows
 from gem_embeddings.interface import Prepared, Replicas, RowWiseAdagrad, Tables, TableSpec
+from gem_embeddings.layout import CUT_BY_COLUMNS, ON_A_HOST, parse_sharding
 from gem_embeddings.reference import ReferenceTables
 
 Factory = Callable[[Sequence[TableSpec], RowWiseAdagrad, int], Tables]
@@ -48,10 +49,12 @@ class Quirks:
 
     device         where ids go and vectors come from
     error_factor   allowed multiple of the float32 reference's error against float64
+    column_parts   table -> parts that its columns are cut in, each with a moment of its own
     """
 
     device: str = "cpu"
     error_factor: float = 3.0
+    column_parts: Mapping[str, int] = field(default_factory=dict)
 
 
 class _Begun:
@@ -200,7 +203,7 @@ def check_lookups(factory: Factory, quirks: Quirks) -> None:
 def check_training(factory: Factory, quirks: Quirks) -> None:
     """Twenty steps with repeated ids equal the float64 reference to float32 rounding; zero-row steps change nothing."""
     tables = factory(SPECS, OPTIMIZER, SEED)
-    oracles = [ReferenceTables(SPECS, optimizer=OPTIMIZER, seed=SEED, dtype=d, alone=True) for d in _DTYPES]
+    oracles = _oracles(quirks)
     for step in range(20):
         for model in (tables, *oracles):
             device = quirks.device if model is tables else "cpu"
@@ -300,7 +303,7 @@ def check_prepared(factory: Factory, quirks: Quirks) -> None:
 def check_ranks(factory: Factory, quirks: Quirks, rank: int, world_size: int) -> None:
     """Every rank trains its unequal part of a global batch (rank 0's may be empty); the result is one process's."""
     tables = factory(SPECS, OPTIMIZER, SEED)
-    oracles = [ReferenceTables(SPECS, optimizer=OPTIMIZER, seed=SEED, dtype=d, alone=True) for d in _DTYPES]
+    oracles = _oracles(quirks)
     rows, prepared = 9, None
 
     def part(step: int) -> tuple[KeyedJaggedTensor, int]:
@@ -334,10 +337,7 @@ def check_averages(
     copies, world_size = len(copy_ranks), sum(map(len, copy_ranks))
     tables = factory(SPECS, OPTIMIZER, SEED)
     scaled = scaled_optimizer(OPTIMIZER, replicas)
-    oracles = [
-        [ReferenceTables(SPECS, optimizer=scaled, seed=SEED, dtype=dtype, alone=True) for _ in range(copies)]
-        for dtype in _DTYPES
-    ]
+    oracles = [[_oracle(quirks, dtype, scaled) for _ in range(copies)] for dtype in _DTYPES]
     rows = 4 * world_size + 1
     for step in range(2 * replicas.every + 1):
         whole = make_ids(rows, seed=step)
@@ -380,6 +380,31 @@ CHECKS: tuple[Callable[[Factory, Quirks], None], ...] = (
     check_prepared,
 )
 _DTYPES = (torch.float64, torch.float32)
+
+
+def shardable(kind: str) -> dict[str, str]:
+    """Those tables of SPECS that can be cut so, as `sharding`: a host's kinds are for pooled ones, dim 4 is not cut."""
+    return {
+        spec.name: kind
+        for spec in SPECS
+        if not (kind in ON_A_HOST and spec.pooling == "none")
+        and not (kind.partition(":")[0] in CUT_BY_COLUMNS and spec.dim < 8)
+    }
+
+
+def parts_of(sharding: Mapping[str, str]) -> dict[str, int]:
+    """`Quirks.column_parts` of a sharding."""
+    return {name: parse_sharding(kind)[1] for name, kind in sharding.items()}
+
+
+def _oracle(quirks: Quirks, dtype: torch.dtype, optimizer: RowWiseAdagrad) -> ReferenceTables:
+    return ReferenceTables(
+        SPECS, optimizer=optimizer, seed=SEED, dtype=dtype, alone=True, column_parts=quirks.column_parts
+    )
+
+
+def _oracles(quirks: Quirks) -> list[ReferenceTables]:
+    return [_oracle(quirks, dtype, OPTIMIZER) for dtype in _DTYPES]
 
 
 def _is_sequence(feature: str) -> bool:

@@ -1,21 +1,19 @@
 """Tables through TorchRec: sharded by DistributedModelParallel, updated by FBGEMM inside backward.
 
 Pooled tables live in one EmbeddingBagCollection, weighted ones in one of their own, the others in one
-EmbeddingCollection per embedding dim (a collection wants a single dim). Placement is explicit: table-wise tables go
-largest first to the least loaded rank, row-wise ones are cut evenly; so it needs no performance model, no collective,
-and is the same on every run. TorchRec's planner decides where it is asked to (planned.py).
+EmbeddingCollection per embedding dim (a collection wants a single dim). Placement is explicit (layout.py); TorchRec's
+planner decides where it is asked to (planned.py).
 
 What TorchRec does not do, and this file does:
 - zero rows: a sharded collection cannot reshape a batch of zero rows, so it gets one row without ids, cut off after;
-- unequal rows per rank: row-wise pooling reduces equal blocks, so all ranks are filled up with rows without ids to the
-  largest (one small all-reduce, only if a pooled table is row-wise);
-- means: TorchRec divides by length + 1e-6 when a pooled table is row-wise, an error of 1e-6 in every gradient (of the
-  sum-pooled tables beside it too); so all bags are summed there and divided by their length here;
+- unequal rows per rank: pooling of tables cut by rows reduces equal blocks, so all ranks are filled up with rows
+  without ids to the largest (one small all-reduce, only if a pooled table is cut by rows);
+- means: TorchRec divides by length + 1e-6 when a pooled table is cut by rows, an error of 1e-6 in every gradient (of
+  the sum-pooled tables beside it too); so all bags are summed there and divided by their length here;
 - key order: a sharded module learns the order of the features at its first batch, so every batch is brought into one;
 - state: whole tables under their plain names, instead of shards under names that contain the sharding.
 
-Column-wise sharding is not offered: each slice would keep its own momentum, which is another optimizer than row-wise
-AdaGrad on the whole row. Cost of a `table_state`: one all-reduce of each whole table.
+Cost of a `table_state`: one all-reduce of each whole table.
 """
 
 from __future__ import annotations
@@ -31,14 +29,24 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from gem_embeddings.ahead import Started, on_stream
 from gem_embeddings.averaged import AveragedCopies, scaled_optimizer
 from gem_embeddings.copies import Copies, SingleCopy, SummedCopies
-from gem_embeddings.initial import initial_rows
-from gem_embeddings.interface import PlannerInputs, Policy, Prepared, Replicas, RowWiseAdagrad, TableSpec
+from gem_embeddings.dense_tables import DenseTables
+from gem_embeddings.distribute import distribute, ranks_of_a_host
+from gem_embeddings.initial import initial_rows, initial_values
+from gem_embeddings.interface import ManagedIds, PlannerInputs, Policy, Prepared, Replicas, RowWiseAdagrad, TableSpec
+from gem_embeddings.layout import CUT_BY_ROWS, WHOLE_JOB, check_sharding, parse_sharding, place
 from gem_embeddings.local_tables import LocalTable, find_local_tables
+from gem_embeddings.managed import ManagedTables, check_id_state
 from gem_embeddings.planned import plan_tables
 from gem_embeddings.policies import IdPolicies
 from gem_embeddings.sharing import SharedFeatures
 from gem_embeddings.sliced import SlicedAverages, SlicedSums
-from gem_embeddings.validation import check_cache, check_learning_rate, check_row_wise, check_state, own_prepared
+from gem_embeddings.validation import (
+    check_cache,
+    check_learning_rate,
+    check_state,
+    own_prepared,
+    state_shapes,
+)
 
 
 class TorchRecTables(nn.Module):
@@ -57,6 +65,7 @@ class TorchRecTables(nn.Module):
         policies: Mapping[str, Policy] | None = None,
         planner: PlannerInputs | None = None,
         cache_share: float | None = None,
+        managed: Mapping[str, ManagedIds] | None = None,
     ) -> None:
         super().__init__()
         if not (dist.is_available() and dist.is_initialized()):
@@ -68,36 +77,58 @@ class TorchRecTables(nn.Module):
         self.specs = specs = self._sharing.specs
         self.group = process_group if process_group is not None else dist.group.WORLD
         size = dist.get_world_size(self.group)
-        check_row_wise(specs, sharding, size)
+        kinds = {parse_sharding(text)[0] for text in sharding.values()}
+        host = ranks_of_a_host(self.group) if kinds & set(WHOLE_JOB) else size
+        check_sharding(specs, sharding, ranks=size, host=host)
         self.device = torch.device(device)
         check_cache(cache_share, self.device.type, replicas)
         collections = _Collections(specs)
-        self._places = _decide(collections, specs, sharding, planner, size, self.device)
+        if planner is None:
+            self._layouts = place(specs, sharding, ranks=size, host=host)
+        else:
+            self._layouts = plan_tables(
+                collections, specs, inputs=planner, ranks=size, device=self.device.type, given=sharding
+            )
+        self._parts = {name: layout.parts for name, layout in self._layouts.items()}
         self._equal_rows = size > 1 and any(
-            spec.pooling != "none" and self._places[spec.name] is None for spec in specs
+            spec.pooling != "none" and self._layouts[spec.name].kind in CUT_BY_ROWS for spec in specs
         )
         self._policies = IdPolicies(specs, self._sharing.policies(policies))
         fused_adagrad = replicas is None or replicas.sync == "average"
         fused = scaled_optimizer(optimizer, replicas) if fused_adagrad else None
-        self._model = _distribute(
-            collections, specs, fused, self.group, self.device, rank_of=self._places, cache_share=cache_share
+        self._model = distribute(
+            collections, specs, fused, self.group, self.device, layouts=self._layouts, cache_share=cache_share
         )
         by_name = {spec.name: spec for spec in specs}
         local = find_local_tables(self._model)
         for table in local:
-            stop = table.start + table.weight.shape[0]
-            table.weight.copy_(initial_rows(by_name[table.name], seed=seed, start=table.start, stop=stop))
+            rows, columns = table.block
+            start = initial_rows(by_name[table.name], seed=seed, start=rows.start, stop=rows.stop)
+            table.weight.copy_(start[:, columns])
+        self._dense = DenseTables(self._model, optimizer)
+        for whole in self._dense.tables:
+            whole.weight.copy_(initial_rows(by_name[whole.name], seed=seed, start=0, stop=whole.weight.shape[0]))
         self._copies = _make_copies(local, optimizer, replicas)
+        self._seed, self._managed = seed, None
+        if managed:
+            exchange = None if replicas is None else replicas.exchange
+            self._managed = ManagedTables(specs, managed, group=self.group, exchange=exchange, device=self.device)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def prepare(self, ids: KeyedJaggedTensor) -> Started:
         """Check ids, apply policies, start their exchange; see the interface."""
+        self._settle()
+        given = ids
         if self._stream is not None and ids.values().device.type == "cuda":
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with on_stream(self._stream):
             if self._stream is not None:
                 ids = ids.to(self.device, non_blocking=True)
-            ids, kept = self._policies.apply(self._sharing.spread(ids))
+            ids, mapped = self._sharing.spread(ids), None
+            if self._managed is not None:
+                mapped = self._managed.apply(ids)
+                ids = mapped.ids
+            ids, kept = self._policies.apply(ids)
             wanted = max(ids.stride(), 1)
             if self._equal_rows:
                 most = torch.tensor([wanted], device=self.device)
@@ -105,6 +136,7 @@ class TorchRecTables(nn.Module):
                 wanted = int(most)
             collections = self._model.module
             started = Started(ids, kept, ids.stride(), self._stream, collections.sharded())
+            started.given, started.mapped = given, mapped
             started.send(collections.parts(_with_rows(ids, wanted)))
         return started
 
@@ -115,7 +147,17 @@ class TorchRecTables(nn.Module):
     def look_up(self, prepared: Prepared) -> dict[str, Tensor]:
         """What `forward` gives for the ids that were prepared."""
         started = own_prepared(prepared, Started)
+        self._settle()
+        if self._managed is not None and started.mapped is not None:
+            if started.mapped.version != self._managed.version:  # a round ended since: ids may have other rows
+                started.wait()
+                assert started.given is not None
+                started = self.prepare(started.given)
+            assert started.mapped is not None
+            with on_stream(self._stream):
+                self._managed.taken(started.mapped)
         rows, kept = started.rows, started.kept
+        self._dense.finish()
         self._copies.start_lookup()
         started.wait()
         self._copies.before_lookup()
@@ -131,6 +173,8 @@ class TorchRecTables(nn.Module):
         self._copies.after_lookup(training=training)
         if training:
             out = self._copies.guard(out)
+            if self._managed is not None and started.mapped is not None:
+                out = self._managed.guard(out, started.mapped)
         for spec in self.specs:
             if spec.pooling == "mean":
                 out.update({feature: _divide_by_length(out[feature], ids, feature) for feature in spec.features})
@@ -138,57 +182,115 @@ class TorchRecTables(nn.Module):
 
     def table_state(self) -> dict[str, dict[str, Tensor]]:
         """Table name -> {"weight", "momentum"}, whole, on CPU, on every rank. A collective: all ranks must call it."""
-        weights: dict[str, list[tuple[Tensor, int]]] = {}
-        moments: dict[str, list[tuple[Tensor, int]]] = {}
-        for table, (weight, momentum) in zip(self._copies.tables, self._copies.state(), strict=True):
-            weights.setdefault(table.name, []).append((weight, table.start))
-            moments.setdefault(table.name, []).append((momentum, table.start))
-        return {
-            spec.name: {
-                "weight": self._gather((spec.rows, spec.dim), weights.get(spec.name, ())),
-                "momentum": self._gather((spec.rows,), moments.get(spec.name, ())),
-            }
-            for spec in self.specs
+        self._settle()
+        self._dense.finish()
+        whole = {
+            name: {key: torch.zeros(shape, device=self.device) for key, shape in shapes.items()}
+            for name, shapes in self.state_shapes().items()
         }
+        for table, (weight, momentum) in zip(self._copies.tables, self._copies.state(), strict=True):
+            whole[table.name]["weight"][table.block] = weight
+            table.moments_of(whole[table.name]["momentum"]).copy_(momentum)
+        found: dict[str, dict[str, Tensor]] = {}
+        dense = {table.name: table for table in self._dense.tables}
+        for name, entry in whole.items():
+            if name in dense:  # the same on every rank
+                found[name] = {key: getattr(dense[name], key).to("cpu", copy=True) for key in entry}
+            else:
+                found[name] = {key: self._sum(entry[key]) for key in entry}
+        return found
 
     def load_table_state(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Inverse of `table_state`; ValueError and no change if anything does not fit. Each rank takes its shards."""
-        check_state(self.specs, state)
+        check_state(self.specs, state, self._parts)
+        self._settle()
+        self._dense.finish()
         parts = []
         for table in self._copies.tables:
-            rows = slice(table.start, table.start + table.weight.shape[0])
-            parts.append((state[table.name]["weight"][rows], state[table.name]["momentum"][rows]))
+            entry = state[table.name]
+            parts.append((entry["weight"][table.block], table.moments_of(entry["momentum"])))
         self._copies.load(parts)
+        for whole in self._dense.tables:
+            whole.weight.copy_(state[whole.name]["weight"])
+            whole.momentum.copy_(state[whole.name]["momentum"])
+
+    def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Table name -> {"weight", "momentum"} -> shape."""
+        return state_shapes(self.specs, self._parts)
 
     def set_learning_rate(self, lr: float) -> None:
         """Learning rate of every table from the next forward on."""
         check_learning_rate(lr)
+        self._dense.set_learning_rate(lr)
         self._copies.set_learning_rate(lr)
 
     def placement(self) -> dict[str, str]:
-        """Table name -> "whole on rank r" or "rows over n ranks", of one copy."""
+        """Table name -> how it lies on the ranks of one copy."""
         size = dist.get_world_size(self.group)
-        return {
-            name: f"rows over {size} ranks" if rank is None else f"whole on rank {rank}"
-            for name, rank in self._places.items()
-        }
+        return {name: layout.describe(size) for name, layout in self._layouts.items()}
 
     def copied_parts(self) -> dict[str, Tensor]:
         """ "<table>.weight" and "<table>.momentum" of what this rank holds in copy; see the interface."""
         found = {}
         for table, parts in zip(self._copies.tables, self._copies.copied(), strict=False):
             for name, part in zip(("weight", "momentum"), parts, strict=True):
-                found[f"{table.name}@{table.start}.{name}"] = part
+                found[f"{table.name}@{table.start},{table.column}.{name}"] = part
         return found
 
     def policy_counts(self) -> dict[str, dict[str, int]]:
         """Feature -> {"ids", "outside"} where the policy is not "error"; this rank's batches."""
-        return self._policies.counts()
+        if self._stream is not None:
+            self._stream.synchronize()  # they are counted on it
+        return self._policies.counts() | ({} if self._managed is None else self._managed.counts())
 
-    def _gather(self, shape: tuple[int, ...], parts: Sequence[tuple[Tensor, int]]) -> Tensor:
-        whole = torch.zeros(shape, device=self.device)
-        for part, start in parts:
-            whole[start : start + part.shape[0]] = part
+    def id_state(self) -> dict[str, dict[str, Tensor]]:
+        """Table name -> the map of a managed table; see the interface."""
+        self._settle()
+        with on_stream(self._stream):
+            return {} if self._managed is None else self._managed.state()
+
+    def id_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Table name -> shapes of `id_state`, -1: any length."""
+        return {} if self._managed is None else self._managed.shapes()
+
+    def load_id_state(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Inverse of `id_state`; ValueError and no change if anything does not fit."""
+        if self._managed is not None:
+            with on_stream(self._stream):
+                self._managed.load(state)
+        elif state:
+            check_id_state({}, state)
+
+    def _settle(self) -> None:
+        """Count the ids that were trained, and start evicted rows anew. A collective where a round is over.
+
+        On CUDA the maps live on the stream that ids are prepared on, so that counting does not wait for the model.
+        """
+        if self._managed is None:
+            return
+        with on_stream(self._stream):
+            evicted = self._managed.settle()
+        if evicted and self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        for name, rows_U in evicted:
+            self._reset(name, rows_U)
+
+    def _reset(self, name: str, rows_U: Tensor) -> None:
+        """Rows of a table to their start values, moments to 0, where they are on this rank."""
+        self._dense.finish()
+        spec = next(spec for spec in self.specs if spec.name == name)
+        for number, table in enumerate(self._copies.tables):
+            if table.name == name:
+                rows, columns = table.block
+                own_U = rows_U[(rows_U >= rows.start) & (rows_U < rows.stop)]
+                values_UD = initial_values(spec, own_U, seed=self._seed)[:, columns]
+                self._copies.reset(number, own_U - rows.start, values_UD.to(self.device))
+        for whole in self._dense.tables:
+            if whole.name == name:
+                whole.weight[rows_U] = initial_values(spec, rows_U, seed=self._seed).to(self.device)
+                whole.momentum[rows_U] = 0.0
+
+    def _sum(self, whole: Tensor) -> Tensor:
         if dist.get_world_size(self.group) > 1:
             # Every element is zero bits on all ranks but its owner's: an integer sum keeps each float bit for bit.
             dist.all_reduce(whole.view(torch.int32), group=self.group)
@@ -241,138 +343,12 @@ def _table_arguments(spec: TableSpec) -> dict[str, Any]:
     }
 
 
-def _decide(
-    collections: _Collections,
-    specs: Sequence[TableSpec],
-    sharding: Mapping[str, str],
-    planner: PlannerInputs | None,
-    ranks: int,
-    device: torch.device,
-) -> dict[str, int | None]:
-    """Table name -> the rank that holds it whole; None: its rows are cut over all ranks."""
-    if planner is None:
-        whole = place_tables([spec for spec in specs if sharding.get(spec.name) != "row_wise"], ranks)
-        return {spec.name: whole.get(spec.name) for spec in specs}
-    planned = plan_tables(collections, specs, inputs=planner, ranks=ranks, device=device.type, given=sharding)
-    return {spec.name: planned[spec.name][1] for spec in specs}
-
-
 def _make_copies(tables: Sequence[LocalTable], optimizer: RowWiseAdagrad, replicas: Replicas | None) -> Copies:
     if replicas is None:
         return SingleCopy(tables, optimizer)
     if replicas.fully_sharded:
         return (SlicedSums if replicas.sync == "gradients" else SlicedAverages)(tables, optimizer, replicas)
     return (SummedCopies if replicas.sync == "gradients" else AveragedCopies)(tables, optimizer, replicas)
-
-
-def _distribute(
-    collections: _Collections,
-    specs: Sequence[TableSpec],
-    optimizer: RowWiseAdagrad | None,
-    group: Any,
-    device: torch.device,
-    *,
-    rank_of: Mapping[str, int | None],
-    cache_share: float | None,
-) -> Any:
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec.distributed.comm import get_local_size
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
-    from torchrec.distributed.types import ShardingPlan
-
-    size = dist.get_world_size(group)
-    # Without an optimizer of its own FBGEMM only subtracts the summed gradient; see copies.py.
-    fused: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 1.0}
-    if optimizer is not None:
-        fused = {
-            "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-            "learning_rate": optimizer.lr,
-            "eps": optimizer.eps,
-        }
-    kernel = "fused"
-    if cache_share is not None:
-        kernel, fused["cache_load_factor"] = "fused_uvm_caching", cache_share
-    bag_sharder = EmbeddingBagCollectionSharder(fused_params=dict(fused))
-    sequence_sharder = EmbeddingCollectionSharder(fused_params=dict(fused))
-
-    def plan_for(module: nn.Module, sharder: Any, tables: Sequence[TableSpec]) -> Any:
-        how = {
-            spec.name: table_wise(rank=rank_of[spec.name], compute_kernel=kernel)
-            if rank_of[spec.name] is not None
-            else row_wise(compute_kernel=kernel)
-            for spec in tables
-        }
-        found = construct_module_sharding_plan(
-            module,
-            how,
-            sharder=sharder,
-            local_size=get_local_size(size) if device.type == "cuda" else size,
-            world_size=size,
-            device_type=device.type,
-        )
-        if size < dist.get_world_size():
-            _name_global_ranks(found, group)
-        return found
-
-    plan = {}
-    for kind, module in collections.bags.items():
-        own = [spec for spec in specs if spec.pooling != "none" and spec.weighted == (kind == "weighted")]
-        plan[f"bags.{kind}"] = plan_for(module, bag_sharder, own)
-    for name, module in collections.sequences.items():
-        own = [spec for spec in specs if spec.pooling == "none" and f"dim{spec.dim}" == name]
-        plan[f"sequences.{name}"] = plan_for(module, sequence_sharder, own)
-    return DistributedModelParallel(
-        collections,
-        env=_environment(group),
-        device=device,
-        plan=ShardingPlan(plan),
-        sharders=[bag_sharder, sequence_sharder],
-    )
-
-
-def _environment(group: Any) -> Any:
-    """TorchRec's view of `group`. Its own constructor makes a mesh of ranks 0 to N - 1, which is wrong for a part of
-    the world and needed for none of what is used here.
-    """
-    from torchrec.distributed.types import ShardingEnv
-
-    if dist.get_world_size(group) == dist.get_world_size():
-        return ShardingEnv.from_process_group(group)
-    env = ShardingEnv.from_local(dist.get_world_size(group), dist.get_rank(group))
-    env.process_group = group
-    return env
-
-
-def _name_global_ranks(plan: Any, group: Any) -> None:
-    """Sharded tensors name the owner of a shard by its rank in the world, and the owner's device by its number on the
-    owner's host; TorchRec's plan names both as if the group were the world.
-    """
-    from torchrec.distributed.comm import get_local_size
-
-    per_host = get_local_size(dist.get_world_size())
-    for sharding in plan.values():
-        for shard in sharding.sharding_spec.shards:
-            owner = dist.get_global_rank(group, shard.placement.rank())
-            device = shard.placement.device()
-            named = f"cuda:{owner % per_host}" if device.type == "cuda" else str(device)
-            shard.placement = torch.distributed._remote_device(f"rank:{owner}/{named}")
-
-
-def place_tables(specs: Sequence[TableSpec], ranks: int) -> dict[str, int]:
-    """Table name -> rank: largest first, each to the rank with the fewest bytes so far (lowest rank on a tie).
-
-    Example: tables of 9, 5, 4 and 1 rows of equal dim on two ranks go to ranks 0, 1, 1 and 0: loads 10 and 9.
-    """
-    loads = [0] * ranks
-    placed = {}
-    for spec in sorted(specs, key=lambda spec: (-spec.rows * spec.dim, spec.name)):
-        rank = loads.index(min(loads))
-        placed[spec.name] = rank
-        loads[rank] += spec.rows * spec.dim
-    return placed
 
 
 def _select(ids: KeyedJaggedTensor, features: Sequence[str], *, weighted: bool = False) -> KeyedJaggedTensor:

@@ -119,21 +119,6 @@ def rows_suffice(rows: int, ranks: int) -> bool:
     return -(-rows // ranks) * (ranks - 1) < rows
 
 
-def check_row_wise(specs: Sequence[TableSpec], sharding: Mapping[str, str], ranks: int) -> None:
-    """Raise ValueError for a table that row-wise sharding would leave some ranks no row of: FBGEMM on a CPU takes a
-    kernel without rows for one on a GPU and fails in its first lookup.
-
-    Example: 5 rows over 4 ranks are cut in parts of 2: 2, 2, 1 and none.
-    """
-    for spec in specs:
-        part = -(-spec.rows // ranks)
-        if sharding.get(spec.name) == "row_wise" and not rows_suffice(spec.rows, ranks):
-            raise ValueError(
-                f"table {spec.name!r}: row_wise cuts {spec.rows} rows over {ranks} ranks in parts of {part}, which "
-                "leaves ranks without rows; use table_wise for a table this small"
-            )
-
-
 def check_ids(specs: Sequence[TableSpec], ids: KeyedJaggedTensor, *, allow: Collection[str] = ()) -> None:
     """Raise ValueError if a feature is missing or an id lies outside its table; nothing has been looked up by then.
 
@@ -181,20 +166,36 @@ def _describe_bad_id(specs: Sequence[TableSpec], ids: KeyedJaggedTensor, index: 
     )
 
 
-def check_state(specs: Sequence[TableSpec], state: Mapping[str, Mapping[str, Tensor]]) -> None:
+def state_shapes(specs: Sequence[TableSpec], parts: Mapping[str, int]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Table name -> shapes of its state. parts: of tables whose columns are cut in several."""
+    return {
+        spec.name: {
+            "weight": (spec.rows, spec.dim),
+            "momentum": (spec.rows, cut) if (cut := parts.get(spec.name, 1)) > 1 else (spec.rows,),
+        }
+        for spec in specs
+    }
+
+
+def check_state(
+    specs: Sequence[TableSpec], state: Mapping[str, Mapping[str, Tensor]], parts: Mapping[str, int] | None = None
+) -> None:
     """Raise ValueError listing every table that is missing, unknown, or of another shape or dtype."""
+    expected = state_shapes(specs, parts or {})
     by_name = {spec.name: spec for spec in specs}
     problems = [f"table {name!r} is missing" for name in by_name if name not in state]
     problems += [f"table {name!r} is not one of this model's tables" for name in state if name not in by_name]
     for name in by_name.keys() & state.keys():
-        spec, entry = by_name[name], state[name]
-        shapes = {"weight": (spec.rows, spec.dim), "momentum": (spec.rows,)}
+        entry, shapes = state[name], expected[name]
         problems += [f"table {name!r}: unknown entry {key!r}" for key in entry if key not in STATE_KEYS]
         for key in STATE_KEYS:
             if key not in entry:
                 problems.append(f"table {name!r}: {key} is missing")
             elif tuple(entry[key].shape) != shapes[key] or entry[key].dtype != torch.float32:
                 came = f"{tuple(entry[key].shape)} {entry[key].dtype}"
-                problems.append(f"table {name!r}: {key} should be {shapes[key]} torch.float32, got {came}")
+                why = ""
+                if key == "momentum" and entry[key].ndim != len(shapes[key]):
+                    why = "; cut columns keep a moment a part, whole rows one a row: give the sharding that was saved"
+                problems.append(f"table {name!r}: {key} should be {shapes[key]} torch.float32, got {came}{why}")
     if problems:
         raise ValueError("table state does not fit, nothing was loaded:\n  " + "\n  ".join(sorted(problems)))

@@ -289,23 +289,30 @@ def parts_table(run: RunData) -> Table | None:
 
 
 def policies_table(run: RunData) -> Table | None:
-    """Ids outside their tables, by feature with a policy, as the last record counts them."""
+    """Ids outside their tables, by feature with a policy, as the last record counts them; for ids that earn their rows
+    (zch) those without one, and how many of the table were inserted and evicted.
+    """
     seen, outside = run.train.group("ids_seen"), run.train.group("ids_outside")
     if not seen:
         return None
     given = ((run.config or run.start.get("config") or {}).get("tables") or {}).get("policies") or []
     policy_of = dict(text.split("=", 1) for text in given)
+    rounds = [run.train.group(f"ids_{kind}") for kind in ("inserted", "evicted")]
     rows = []
     for name, values in seen.items():
         total, strange = float(values[-1]), float(outside[name][-1])
         share = f"{strange / total:.3%}" if total > 0 else ""
-        rows.append((name, policy_of.get(name, UNKNOWN), count(total), count(strange), share))
+        own = tuple(count(float(found[name][-1])) if name in found else "" for found in rounds)
+        rows.append((name, policy_of.get(name, UNKNOWN), count(total), count(strange), share, *own))
+    headers: tuple[str, ...] = ("feature", "policy", "ids", "outside", "share", "inserted", "evicted")
+    if not any(rounds):
+        headers, rows = headers[:5], [row[:5] for row in rows]
     return Table(
         title="Ids outside their tables",
-        headers=("feature", "policy", "ids", "outside", "share"),
+        headers=headers,
         rows=tuple(rows),
         note="Of training and evaluation, over all processes, since the last start of the run.",
-        numeric=frozenset({2, 3, 4}),
+        numeric=frozenset(range(2, len(headers))),
     )
 
 
