@@ -12,6 +12,7 @@ first error, whole; writes $OUT/tables.json. Ends with 1 when a check failed. Ab
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import socket
@@ -41,6 +42,7 @@ def cases(world: int, device: str) -> list[dict[str, Any]]:
             {"check": "check_start_values", "sharding": sharding, "cache": None},
             {"check": "check_ranks", "sharding": sharding, "cache": None},
         ]
+    found += [{"check": "managed_ids", "sharding": None, "cache": share} for share in shares]
     return [*found, *({"check": "check_ranks", "sharding": None, "cache": share} for share in shares if share)]
 
 
@@ -48,21 +50,60 @@ def run_case(case: dict[str, Any], device: str, rank: int, world: int) -> None:
     from gem_embeddings import testing
     from gem_embeddings.api import build_tables
 
-    def factory(specs, optimizer, seed):  # type: ignore[no-untyped-def]
+    sharding = {} if case["sharding"] is None else testing.shardable(case["sharding"])
+
+    def factory(specs, optimizer, seed, **options):  # type: ignore[no-untyped-def]
         return build_tables(
             specs,
             optimizer=optimizer,
             seed=seed,
             device=device,
             cache_share=case["cache"],
-            sharding=None if case["sharding"] is None else {spec.name: case["sharding"] for spec in specs},
+            sharding=sharding,
+            **options,
         )
 
-    quirks = testing.Quirks(device=device)
+    quirks = testing.Quirks(device=device, column_parts=testing.parts_of(sharding))
     if case["check"] == "check_ranks":
         testing.check_ranks(factory, quirks, rank, world)
+    elif case["check"] == "managed_ids":
+        managed_ids(factory, device, rank, world)
     else:
         getattr(testing, case["check"])(factory, quirks)
+
+
+def managed_ids(factory: Any, device: str, rank: int, world: int) -> None:
+    """Ids that earn their rows: the map of one process to the bit, its tables to rounding."""
+    import torch
+    from gem_embeddings import testing
+    from gem_embeddings.interface import ManagedIds
+    from gem_embeddings.reference import ReferenceTables
+
+    managed = {"item": ManagedIds(policy="distance_lfu", interval=2), "tag": ManagedIds(policy="lru", interval=3)}
+    specs = [dataclasses.replace(spec, rows=5) if spec.name in managed else spec for spec in testing.SPECS]
+    tables = factory(specs, testing.OPTIMIZER, testing.SEED, managed=managed)
+    one = ReferenceTables(specs, optimizer=testing.OPTIMIZER, seed=testing.SEED, alone=True, managed=managed)
+    rows, prepared = 4 * world + 1, None
+    bounds = [4 * r for r in range(world)] + [rows]
+
+    def part(step: int) -> Any:
+        own = testing.part_of(testing.make_ids(rows, seed=step), bounds[rank], bounds[rank + 1])
+        return own.to(torch.device(device))
+
+    for step in range(8):
+        prepared = testing.train_step(
+            tables, part(step), first_row=bounds[rank], scale=world / rows, prepared=prepared, ahead=part(step + 1)
+        )
+        testing.train_step(one, testing.make_ids(rows, seed=step), scale=1 / rows)
+    found, expected = tables.id_state(), one.id_state()
+    for name, parts in expected.items():
+        for key, value in parts.items():
+            assert torch.equal(found[name][key], value), (name, key, found[name][key], value)
+    state = tables.table_state()
+    for name, parts in one.table_state().items():
+        for key, value in parts.items():
+            torch.testing.assert_close(state[name][key], value, rtol=1e-4, atol=1e-5)
+    assert tables.policy_counts()["item"]["evicted"] > 0
 
 
 def work(kind: str, out: Path) -> None:
