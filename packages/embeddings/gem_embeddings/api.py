@@ -50,32 +50,23 @@ def build_tables(
     policies       feature -> "error" (default), "drop" or "hash": what happens to ids outside the table
     managed        table name -> ManagedIds: tables whose ids earn their rows; their features need no policy
 
-    Gradients: what a table's row receives is the sum over ranks divided by the world size W (all copies' ranks), as in
-    DistributedDataParallel. For the mean over a global batch of G rows, every rank's loss is
-    W / G * sum over its own rows. A process that builds tables must run the same forwards and backwards as the others.
+    Gradients: a row receives the sum over ranks divided by the world size W (all copies' ranks), as in DDP. For the
+    mean over a global batch of G rows, every rank's loss is W / G * sum over its own rows. All must run the same
+    forwards and backwards.
 
     Raises ValueError for tables that cannot be built, an unknown impl, or a missing process group.
     """
+    sharding = dict(sharding or {})
     check_specs(specs)
     check_optimizer(optimizer)
-    sharding = dict(sharding or {})
-    names = {spec.name for spec in specs}
-    for name, kind in sharding.items():
-        if name not in names:
-            raise ValueError(f"sharding names table {name!r}; the tables are {sorted(names)}")
-        try:
-            parse_sharding(kind)
-        except ValueError as problem:
-            raise ValueError(f"table {name!r}: {problem}") from problem
+    _check_kinds(specs, sharding)
     check_policies(specs, policies or {})
     check_managed(specs, managed or {}, policies or {})
     if replicas is not None:
         check_replicas(replicas)
     if impl == "reference":
-        if cache_share is not None:
-            raise ValueError('impl="reference" has no cache: leave cache_share out')
-        if replicas is not None:
-            raise ValueError('impl="reference" holds every table whole on each rank: give process_group, no replicas')
+        if cache_share is not None or replicas is not None:
+            _refuse_copies_and_caches(replicas)
         from gem_embeddings.reference import ReferenceTables
 
         check_sharding(specs, sharding, ranks=1, host=1)
@@ -106,3 +97,20 @@ def build_tables(
             managed=managed,
         )
     raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
+
+
+def _check_kinds(specs: Sequence[TableSpec], sharding: Mapping[str, str]) -> None:
+    names = {spec.name for spec in specs}
+    for name, kind in sharding.items():
+        if name not in names:
+            raise ValueError(f"sharding names table {name!r}; the tables are {sorted(names)}")
+        try:
+            parse_sharding(kind)
+        except ValueError as problem:
+            raise ValueError(f"table {name!r}: {problem}") from problem
+
+
+def _refuse_copies_and_caches(replicas: Replicas | None) -> None:
+    if replicas is not None:
+        raise ValueError('impl="reference" holds every table whole on each rank: give process_group, no replicas')
+    raise ValueError('impl="reference" has no cache: leave cache_share out')
