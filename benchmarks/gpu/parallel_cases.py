@@ -58,12 +58,18 @@ SPEED: dict[int, dict[str, dict[str, Any]]] = {
         "shard2.replicate2.table2x2": {"shard": 2, "table_replica": 2},
     },
 }
-# What is switched on, each with all of the ones before it. Later ones first where time may not suffice for all.
+# What is switched on, each with all of the ones before it, but for "compiled", which is "bf16" and no graphs.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "overlap": {"overlap": True},
     "fused": {"overlap": True, "fused": True},
     "bf16": {"overlap": True, "fused": True, "compute": "bfloat16"},
+    "graphs": {
+        "overlap": True,
+        "fused": True,
+        "compute": "bfloat16",
+        "graphs": ("summaries", "interaction", "heads"),
+    },
     "compiled": {
         "overlap": True,
         "fused": True,
@@ -71,13 +77,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "compile": ("features", "interaction", "heads"),
     },
 }
-EVERYWHERE = ("overlap", "bf16", "compiled")  # the others at one rank and for the first factorization only
+EVERYWHERE = ("overlap", "bf16")  # the others at one rank and for the first factorization only
 
 
 def speed_runs(world: int, device: str) -> list[tuple[str, str]]:
     """(factorization, variant) in the order in which they are run."""
     names = list(SPEED[world])
-    variants = ["overlap", "bf16", "compiled", "fused", "plain"] if device == "cuda" else ["overlap", "bf16", "plain"]
+    variants = (
+        ["overlap", "bf16", "graphs", "fused", "plain", "compiled"]
+        if device == "cuda"
+        else ["overlap", "bf16", "plain"]
+    )
     return [(name, v) for v in variants for name in (names if v in EVERYWHERE else names[:1])]
 
 
@@ -165,6 +175,7 @@ def speed_config(size: Size, parallel: dict[str, Any], *, attention: str, varian
         hstu=attention if on.get("fused") else "layers",  # type: ignore[arg-type]
         compute=on.get("compute", "float32"),
         compile=on.get("compile", ()),
+        graphs=on.get("graphs", ()),
     )
     return RunConfig(
         name="mid",

@@ -28,6 +28,7 @@ from gem_comm.interface import Device, Meshes, Tier, Topology
 from gem_embeddings import torchrec_tables
 from gem_pipelines.measure import matmul_peak_flops_per_s
 from gem_pipelines.model.build import build_model, table_specs
+from gem_pipelines.parallel_graphs import check_graphs
 from gem_pipelines.parallel_mesh import mesh_spec
 from gem_pipelines.parallelize import parallelize
 from gem_pipelines.planner.estimate import Assumptions, estimate
@@ -44,7 +45,8 @@ ENOUGH_S = 215.0
 """After so long no more runs are begun: parallel.py ends a world after TIME_LIMIT_S."""
 
 
-def make_trainer(schema: Any, config: Any, runtime: Runtime) -> Trainer:
+def make_trainer(schema: Any, config: Any, runtime: Runtime, *, rows: int = 512) -> Trainer:
+    """rows: of a batch of this rank."""
     parallel = parallelize(
         build_model(schema, config.model, seed=0),
         table_specs(schema, config.model),
@@ -53,6 +55,8 @@ def make_trainer(schema: Any, config: Any, runtime: Runtime) -> Trainer:
         seed=0,
         runtime=runtime,
         compiled=config.model.compile,
+        graphs=config.model.graphs,
+        rows_per_rank=rows,
     )
     return Trainer(parallel, schema=schema, config=config, runtime=runtime, total_steps=config.train.steps or 1)
 
@@ -137,7 +141,8 @@ def speed(work: Path, runtime: Runtime, size: cases.Size, attention: str) -> dic
 
     def measured(label: dict[str, Any], section: dict[str, Any], variant: str) -> list[dict[str, Any]]:
         config = cases.speed_config(size, section, attention=attention, variant=variant)
-        trainer = make_trainer(schema, config, runtime)
+        check_graphs(config, runtime.device)
+        trainer = make_trainer(schema, config, runtime, rows=size.rows)
         row = {**label, **timed(trainer, batches, size.steps)}
         if world == 1:
             calibrate(work, row, plan(work, schema, config, topology, size, variant=variant), device)

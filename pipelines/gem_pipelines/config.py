@@ -58,6 +58,7 @@ FREE_ON_RESUME = frozenset(
         "tables.planner",
         "tables.cache_share",
         "model.compile",
+        "model.graphs",
         "data.source",
         "data.options",
         "data.cache",

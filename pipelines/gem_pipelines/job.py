@@ -27,6 +27,7 @@ from gem_pipelines.data_source import data_directory, trained_schema
 from gem_pipelines.errors import ConfigError, RunError, did_you_mean
 from gem_pipelines.loop import Job, Outcome
 from gem_pipelines.model.build import build_model, table_specs
+from gem_pipelines.parallel_graphs import check_graphs
 from gem_pipelines.parallelize import parallelize, seed_everything
 from gem_pipelines.quarantine import Quarantine
 from gem_pipelines.rundir import RunDirectory
@@ -228,6 +229,7 @@ def build(
     config: RunConfig, *, data: DataPath, directory: RunDirectory, runtime: Runtime, lock: RunLock | None = None
 ) -> Job:
     """Loader, model, tables and trainer of one job, at step 0."""
+    check_graphs(config, runtime.device)
     seed_everything(config.train.seed, rank=runtime.rank)
     schema = within(trained_schema(data, config.data), config.data.max_length)
     cost = load_model(config.balance, schema, config.model)
@@ -243,6 +245,7 @@ def build(
         runtime=runtime,
         rows_per_rank=-(-config.data.global_batch_size // runtime.world_size),
         compiled=config.model.compile,
+        graphs=config.model.graphs,
     )
     trainer = Trainer(parallel, schema=schema, config=config, runtime=runtime, total_steps=steps, cost=cost)
     return Job(

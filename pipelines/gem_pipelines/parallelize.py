@@ -42,6 +42,7 @@ from gem_pipelines.parallel_dense import (
     shard_parameters,
 )
 from gem_pipelines.parallel_experts import ExpertGroup, experts_in, place_experts
+from gem_pipelines.parallel_graphs import graph_parts
 from gem_pipelines.parallel_mesh import make_meshes
 from gem_pipelines.runtime import Runtime
 
@@ -130,11 +131,13 @@ def parallelize(
     parallel: ParallelConfig | None = None,
     rows_per_rank: int = 512,
     compiled: Sequence[str] = (),
+    graphs: Sequence[str] = (),
 ) -> ParallelModel:
     """Move `model` to the device, build the tables, and cut or wrap what more than one process needs. A collective.
 
-    rows_per_rank: of a micro-batch, which TorchRec's planner asks for
+    rows_per_rank: of a micro-batch, which TorchRec's planner asks for, and for which graphs are recorded
     compiled: parts of the model for torch.compile (ModelConfig.compile)
+    graphs: parts of the model for CUDA graphs (ModelConfig.graphs), which `check_graphs` has let pass
     """
     if config.impl == "reference" and runtime.world_size > 1:
         raise RunError(f"tables.impl is 'reference', which runs in one process; this run has {runtime.world_size}")
@@ -143,7 +146,7 @@ def parallelize(
     meshes = make_meshes(parallel, runtime)
     model = model.to(runtime.device)
     expected = {name: (tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
-    forward, placement = _place_dense(model, meshes, runtime, compiled)
+    forward, placement = _place_dense(model, meshes, runtime, compiled, graphs, rows_per_rank)
     tables = _place_tables(
         specs,
         config,
@@ -167,12 +170,13 @@ def parallelize(
 
 
 def _place_dense(
-    model: nn.Module, meshes: Meshes | None, runtime: Runtime, compiled: Sequence[str]
+    model: nn.Module, meshes: Meshes | None, runtime: Runtime, compiled: Sequence[str], graphs: Sequence[str], rows: int
 ) -> tuple[nn.Module, Placement]:
     """(what the step calls, where the parameters are); `model` is changed in place."""
     whole = WholeParameters(model.named_parameters())
     if meshes is None or meshes.layout.spec.expert * meshes.layout.spec.shard == 1:
         compile_parts(model, compiled)
+        graph_parts(model, graphs, rows=rows, device=runtime.device)
         if runtime.world_size == 1:
             return model, whole
         return replicate(model), whole

@@ -19,6 +19,7 @@ AttentionImpl = Literal["reference", "eager", "triton", "auto"]
 HstuImpl = Literal["layers", "reference", "eager", "triton"]
 Compute = Literal["float32", "bfloat16"]
 CompiledPart = Literal["features", "interaction", "heads"]
+GraphedPart = Literal["summaries", "interaction", "heads"]
 HstuRecompute = Literal["normed_x", "preactivations", "gated", "projected"]
 
 
@@ -185,6 +186,10 @@ class ModelConfig:
     compile: tuple[CompiledPart, ...] = ()
     """Parts that torch.compile makes kernels of: "features" (their first tokens), "interaction" (of every layer),
     "heads". Results differ by rounding; the first steps take tens of seconds longer. Parameters keep their names."""
+    graphs: tuple[GraphedPart, ...] = ()
+    """Parts of fixed shape that CUDA replays as graphs, forward and backward, one launch each instead of dozens:
+    "summaries" (but for their attention), "interaction", "heads". Training batches of another number of rows, and
+    evaluation, run as without. CUDA only; parallel.shard and parallel.expert 1, no accumulation, no balance.budget."""
     attention: AttentionImpl = "eager"
     """Implementation of attention."""
     hstu: HstuImpl = "layers"
@@ -201,6 +206,7 @@ class ModelConfig:
         _check(self.layers > 0, f"layers must be > 0, got {self.layers}")
         _check(self.dense_tokens > 0, f"dense_tokens must be > 0, got {self.dense_tokens}")
         _check(len(set(self.compile)) == len(self.compile), f"compile: parts repeat in {self.compile}")
+        _check(len(set(self.graphs)) == len(self.graphs), f"graphs: parts repeat in {self.graphs}")
         fused = self.hstu != "layers"
         for name, on in (("norm_affine", self.norm_affine), ("bias", self.bias)):
             _check(not (fused and on), f'hstu="{self.hstu}" has no place for {name}=True: use hstu="layers"')

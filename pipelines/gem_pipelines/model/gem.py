@@ -44,7 +44,11 @@ class Summary(nn.Module):
         self.project = linear(plan.config.dim, config.dim, bias=config.bias)
 
     def forward(self, x_TD: Tensor, packed: Packed) -> Tensor:
-        return self.project(self.norm(self.tokens(x_TD, packed)))
+        return self.finish(*self.tokens.parts(x_TD, packed))
+
+    def finish(self, *parts: Tensor) -> Tensor:
+        """What follows the part that depends on the rows' lengths."""
+        return self.project(self.norm(self.tokens.join(*parts)))
 
 
 class Start(nn.Module):

@@ -54,12 +54,15 @@ class InterFormerSummary(nn.Module):
         self.plan = plan
         self.pool = SeedPooling(plan, config)
         self.gate = Gate(plan.config.dim, bias=config.bias)
+        recent = plan.config.recent_tokens
+        self.extra_tokens = tuple(count for count in (plan.context, recent, plan.targets) if count)
 
-    def forward(self, x_TD: Tensor, packed: Packed) -> Tensor:
-        tokens = [self.pool(x_TD, packed)]
+    def parts(self, x_TD: Tensor, packed: Packed) -> tuple[Tensor, ...]:
+        """All that depends on the rows' lengths: pooled seeds, then CLS, recent events and candidate where they are."""
+        tokens = [self.pool.attend(x_TD, packed)]
         if self.plan.context:
             first_B1 = packed.offsets[:-1, None]
-            tokens.insert(0, x_TD[first_B1 + torch.arange(self.plan.context, device=x_TD.device)])
+            tokens.append(x_TD[first_B1 + torch.arange(self.plan.context, device=x_TD.device)])
         if self.plan.config.recent_tokens:
             if x_TD.shape[0]:
                 recent_BRD = x_TD[packed.recent] * packed.is_recent[..., None].to(x_TD.dtype)
@@ -68,4 +71,11 @@ class InterFormerSummary(nn.Module):
             tokens.append(recent_BRD)
         if self.plan.targets:
             tokens.append(x_TD[packed.target][:, None])
+        return tuple(tokens)
+
+    def join(self, pooled_BSD: Tensor, *others: Tensor) -> Tensor:
+        """The tokens, of fixed shapes."""
+        tokens = [self.pool.out(pooled_BSD), *others]
+        if self.plan.context:
+            tokens[:2] = tokens[1::-1]
         return self.gate(torch.cat(tokens, dim=1))

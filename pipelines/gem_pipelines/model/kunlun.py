@@ -107,12 +107,16 @@ class SeedPooling(nn.Module):
         self.out = linear(dim, dim, bias=config.bias)
 
     def forward(self, x_TD: Tensor, packed: Packed) -> Tensor:
+        return self.out(self.attend(x_TD, packed))
+
+    def attend(self, x_TD: Tensor, packed: Packed) -> Tensor:
+        """(B, S, D) before the last linear layer: all that depends on the rows' lengths."""
         q_SHK = self.queries(self.seed_norm(self.seeds_SD.to(x_TD.dtype))).unflatten(-1, (self.heads, -1))
         k_THK, v_THK = (
             part.unflatten(-1, (self.heads, -1)) for part in self.keys_values(self.norm(x_TD)).chunk(2, dim=-1)
         )
         pooled_BSHK = attention(q_SHK, k_THK, v_THK, spec=self.spec, layout=packed.pooled, impl=self.impl)
-        return self.out(pooled_BSHK.flatten(-2))
+        return pooled_BSHK.flatten(-2)
 
 
 class SumKronLinear(nn.Module):
@@ -138,11 +142,15 @@ class HspSummary(nn.Module):
         super().__init__()
         own = plan.config
         self.has_target = plan.targets > 0
+        self.extra_tokens = (1,) if plan.targets else ()
         self.pool = SeedPooling(plan, config)
         self.compress = SumKronLinear(own.seeds, own.summary_tokens, own.dim, terms=own.kron_terms)
 
-    def forward(self, x_TD: Tensor, packed: Packed) -> Tensor:
-        tokens_BND = self.compress(self.pool(x_TD, packed))
-        if self.has_target:
-            tokens_BND = torch.cat([tokens_BND, x_TD[packed.target][:, None]], dim=1)
-        return tokens_BND
+    def parts(self, x_TD: Tensor, packed: Packed) -> tuple[Tensor, ...]:
+        """All that depends on the rows' lengths: pooled seeds, and the candidate's token."""
+        pooled_BSD = self.pool.attend(x_TD, packed)
+        return (pooled_BSD, x_TD[packed.target][:, None]) if self.has_target else (pooled_BSD,)
+
+    def join(self, pooled_BSD: Tensor, *target_B1D: Tensor) -> Tensor:
+        """The tokens, of fixed shapes."""
+        return torch.cat([self.compress(self.pool.out(pooled_BSD)), *target_B1D], dim=1)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
+from gem_pipelines.errors import ConfigError
 from gem_pipelines.model.config import ModelConfig
 from gem_pipelines.model.gem import GemModel
 from gem_pipelines.model.plan import plan_model
 from gem_pipelines.model.testing import KINDS, make_inputs, make_schema
 from gem_pipelines.parallel_compile import compile_parts, compiled_modules
+from gem_pipelines.parallel_graphs import check_graphs, graph_parts
+from gem_pipelines.recipes import find_recipe
 from torch import Tensor, nn
 
 CLICKS, VIEWS = [3, 1, 0, 7], [2, 0, 1, 3]
@@ -100,6 +104,64 @@ def test_compiled_by_inductor():
     (logits, gradients), (found, found_gradients) = run(plain), run(compiled)
     assert distance(found, logits) < 1e-5
     assert distance(found_gradients, gradients) < 1e-5
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_graphs_are_recorded_for_what_the_model_computes(kind):
+    """Without CUDA nothing is recorded; the recorder here runs each part on the inputs it is given, in order, and stands
+    in for it. Rows as recorded go through all of them, in that order, with the same bits; other rows through none.
+    """
+    plain = build(KINDS[kind])
+    model = build(KINDS[kind], plain.state_dict())
+    calls, made = [], []
+
+    def record(modules, inputs):
+        for number, (module, given) in enumerate(zip(modules, inputs, strict=True)):
+            own = module.forward
+            out = own(*given)
+            wanted = [*given, *module.parameters()]
+            gradients = torch.autograd.grad(out.sum(), wanted, allow_unused=True)
+            assert all(gradient is not None for gradient in gradients)  # every parameter of a part belongs to it
+            made.append(module)
+            module.forward = lambda *x, own=own, number=number: (calls.append(number), own(*x))[1]
+
+    graph_parts(
+        model,
+        ("summaries", "interaction", "heads"),
+        rows=len(CLICKS),
+        device=torch.device("cpu"),
+        record=record,
+    )
+    (logits, gradients), (found, found_gradients) = run(plain), run(model)
+    assert calls == list(range(len(made)))
+    assert len(made) > len(model.layers) + 2
+    assert torch.equal(found, logits)
+    assert torch.equal(found_gradients, gradients)
+    model(make_inputs([2, 5], [1, 1], dtype=torch.float32))
+    with torch.no_grad():
+        model(make_inputs(CLICKS, VIEWS, dtype=torch.float32))
+    assert len(calls) == len(made)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"parallel": {"shard": 2}}, "parallel.shard 1, got 2: FSDP2 moves"),
+        ({"parallel": {"expert": 2}}, "parallel.expert 1, got 2"),
+        ({"data": {"accumulate": 2}}, "data.accumulate 1, got 2"),
+        ({"balance": {"budget": 5.0}}, "no balance.budget"),
+    ],
+)
+def test_graphs_are_refused_where_they_would_be_wrong(section, words):
+    base = find_recipe("debug")
+    config = dataclasses.replace(base, model=dataclasses.replace(base.model, graphs=("heads",)))
+    changed = {key: dataclasses.replace(getattr(config, key), **values) for key, values in section.items()}
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check_graphs(dataclasses.replace(config, **changed), torch.device("cuda"))
+    check_graphs(config, torch.device("cuda"))
+    with pytest.raises(ConfigError, match="need train.device 'cuda'"):
+        check_graphs(config, torch.device("cpu"))
 
 
 def test_parts_that_repeat_are_refused():
