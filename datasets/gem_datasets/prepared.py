@@ -31,7 +31,8 @@ class DatasetError(ValueError):
 class PreparedData:
     """A data set in the native columns.
 
-    schema  dict with name, created_by, tables, labels, scalars, lists, dense, streams, facts
+    schema  dict with name, created_by, tables, labels, scalars, lists, dense, streams, facts, and, where a row is a
+            request, impression: the columns that each of its impressions has, lists in the tables (labels are, too)
     train   pyarrow.Table, rows in time order
     eval    pyarrow.Table, rows in time order, each strictly later than every row of `train`
     """
@@ -97,8 +98,17 @@ def split_rows(time: Ints, fraction: float) -> int:
     raise DatasetError(f"{len(time)} rows cannot be cut by time at {fraction}: no two different times on either side")
 
 
-def build(schema: dict[str, Any], columns: dict[str, pa.Array | Ragged | npt.NDArray[Any]], cut: int) -> PreparedData:
-    """Put `columns` (all rows in time order) into one table, check it against `schema` and cut it at row `cut`."""
+def build(
+    schema: dict[str, Any],
+    columns: dict[str, pa.Array | Ragged | npt.NDArray[Any]],
+    cut: int,
+    *,
+    first: Ints | None = None,
+) -> PreparedData:
+    """Put `columns` (all rows in time order) into one table, check it against `schema` and cut it at row `cut`.
+
+    first  rows that begin a request: rows become requests, with lists where schema["impression"] says so
+    """
     arrays = {name: _arrow(name, column) for name, column in columns.items()}
     wanted = _expected_columns(schema)
     assert set(arrays) == set(wanted), f"columns differ from the schema: {sorted(set(arrays) ^ set(wanted))}"
@@ -106,7 +116,20 @@ def build(schema: dict[str, Any], columns: dict[str, pa.Array | Ragged | npt.NDA
     for name, kind in wanted.items():
         assert table.schema.field(name).type == kind, f"{name} is {table.schema.field(name).type}, expected {kind}"
     _check_ids(schema, table)
+    if first is not None:
+        table, cut = _as_requests(schema, table, first), int(np.searchsorted(first, cut))
     return PreparedData(schema=schema, train=table.slice(0, cut), eval=table.slice(cut))
+
+
+def _as_requests(schema: dict[str, Any], table: pa.Table, first: Ints) -> pa.Table:
+    """Rows first[r]:first[r + 1] as the impressions of request r."""
+    bounds = pa.array(np.append(first, table.num_rows), pa.int32())
+    arrays = {}
+    for name in table.column_names:
+        values = table[name].combine_chunks()
+        each = name == "sample_id" or name.split(".")[0] in ("label", "weight") or name in schema["impression"]
+        arrays[name] = pa.ListArray.from_arrays(bounds, values) if each else values.take(pa.array(first))
+    return pa.table(arrays)
 
 
 def _arrow(name: str, column: Any) -> pa.Array:

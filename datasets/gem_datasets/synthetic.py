@@ -24,6 +24,9 @@ Columns (all tables: id 0 = unknown, not drawn):
                              standardized, no effect
     stream.<s>.item topic    latest `max_length` events before the row; `ads` shares table item, the others have
                              tables <s>_item of their own
+
+With `impressions` above 1 consecutive rows are shown together: one user, one second, one history, and items, placements
+and dense features of their own. `requests` writes such rows as one, the lists of its impressions in IMPRESSION columns.
 """
 
 from __future__ import annotations
@@ -64,6 +67,17 @@ from gem_datasets.synthetic_world import (
     make_world,
 )
 
+IMPRESSION = (
+    "id.item",
+    "id.campaign",
+    "id.topic",
+    "id.placement",
+    "dense.price",
+    "dense.quality",
+    "dense.bid",
+    "dense.noise",
+)
+"""Features that differ between the impressions of a request."""
 START_TIME = 1_767_225_600  # 2026-01-01 00:00 UTC
 
 
@@ -83,6 +97,8 @@ class SyntheticOptions:
     conversion_rate  mean planted probability that a click converts at all
     delay_hours      mean delay of a conversion
     window_hours     a conversion counts if it comes within this time
+    impressions      mean impressions a request: requests have 1 to 2 * impressions - 1
+    requests         write a request as one row, instead of a row for each impression
     """
 
     rows: int = 250_000
@@ -98,9 +114,12 @@ class SyntheticOptions:
     conversion_rate: float = 0.25
     delay_hours: float = 8.0
     window_hours: float = 24.0
+    impressions: int = 1
+    requests: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("rows", 100), ("users", 1), ("items", 1), ("max_length", 1), ("seed", 0), ("days", 1)):
+        least_of = {"rows": 100, "users": 1, "items": 1, "max_length": 1, "seed": 0, "days": 1, "impressions": 1}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise DatasetError(f"synthetic: {name} must be at least {least}, got {getattr(self, name)}")
         if not 1 <= self.streams <= len(STREAMS):
@@ -115,8 +134,9 @@ class SyntheticOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Impressions:
-    """Rows in time order, 0-based indices; `interests` is (streams, rows)."""
+    """Rows in time order, 0-based indices; `interests` is (streams, rows); `first`: rows that begin a request."""
 
+    first: Ints
     user: Ints
     item: Ints
     placement: Ints
@@ -148,7 +168,7 @@ def prepare(options: SyntheticOptions) -> PreparedData:
     labels = _labels(rows, planted, cut, options)
     columns = _columns(world, events, rows, cut, options) | labels
     facts = _facts(options, planted, labels, rows, cut)
-    return build(_schema(options, world, events, facts), columns, cut)
+    return build(_schema(options, world, events, facts), columns, cut, first=rows.first if options.requests else None)
 
 
 def _rng(options: SyntheticOptions, purpose: int) -> np.random.Generator:
@@ -159,22 +179,33 @@ def _rng(options: SyntheticOptions, purpose: int) -> np.random.Generator:
 def _impressions(world: World, events: list[Events], options: SyntheticOptions) -> Impressions:
     rng = _rng(options, 1)
     count = options.rows
-    user = draw_cdf(np.cumsum(world.user_activity), rng.random(count))
+    first = _first_rows(options)
+    owner = np.repeat(first, np.diff(np.append(first, count)))
+    user = draw_cdf(np.cumsum(world.user_activity), rng.random(count))[owner]
     # Half of the traffic is targeted at the user's topics, half follows global popularity.
     popular = draw_cdf(world.item_popularity_cdf, rng.random(count))
     item = np.where(rng.random(count) < 0.5, draw_preferred(world, user, rng)[0], popular)
     # Three quarters of the traffic spread evenly, one quarter around 20:00.
     peak = (rng.normal(20.0, 3.0, count) % 24.0) * 3600.0
     second = np.where(rng.random(count) < 0.25, peak, rng.random(count) * DAY_S).astype(np.int64)
-    time = np.sort(START_TIME + rng.integers(0, options.days, count) * DAY_S + np.minimum(second, DAY_S - 1))
+    time = np.sort(START_TIME + rng.integers(0, options.days, count) * DAY_S + np.minimum(second, DAY_S - 1))[owner]
     dense = {name: rng.normal(size=count) for name in ("price", "quality", "bid", "noise")}
     spans = tuple(e.log.earlier(user, time, max_length=options.max_length) for e in events)
     topic = world.item_topic[item]
     interests = np.stack([interest(e, s, topic, time) for e, s in zip(events, spans, strict=True)])
     placement = rng.integers(0, PLACEMENTS, count)
     return Impressions(
-        user=user, item=item, placement=placement, time=time, dense=dense, spans=spans, interests=interests
+        first=first, user=user, item=item, placement=placement, time=time, dense=dense, spans=spans, interests=interests
     )
+
+
+def _first_rows(options: SyntheticOptions) -> Ints:
+    """The rows that begin a request: all of them where requests have one impression."""
+    if options.impressions == 1:
+        return np.arange(options.rows)
+    sizes = _rng(options, 3).integers(1, 2 * options.impressions, options.rows)
+    starts = np.cumsum(sizes) - sizes
+    return starts[starts < options.rows]
 
 
 def plant(world: World, rows: Impressions, options: SyntheticOptions) -> Planted:
@@ -290,7 +321,7 @@ def _schema(options: SyntheticOptions, world: World, events: list[Events], facts
             for e in events
         ],
         "facts": facts,
-    }
+    } | ({"impression": list(IMPRESSION)} if options.requests else {})
 
 
 def _facts(
@@ -312,7 +343,12 @@ def _facts(
         facts["entropy_floor_nats"][name] = floor
     return facts | {
         "source": "generated",
-        "options": {name: getattr(options, name) for name in options.__dataclass_fields__},
+        "options": {
+            name: getattr(options, name)
+            for name, field in options.__dataclass_fields__.items()
+            # what concerns requests is named where it says something: other data sets are the bytes they were before
+            if name not in ("impressions", "requests") or getattr(options, name) != field.default
+        },
         "split": {"train_rows": cut, "eval_rows": options.rows - cut, "first_eval_time": int(rows.time[cut])},
         "conversion_rows_open_at_freeze": int((labels["weight.conversion"][:cut] == 0).sum()),
         "actions": {spec.name: list(spec.actions) for spec in STREAMS[: options.streams]},

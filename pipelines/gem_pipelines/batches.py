@@ -30,6 +30,11 @@ def check_batch(batch: Batch, schema: Schema, *, open_ids: Collection[str] = ())
 
     open_ids: features whose ids may lie outside their table.
     """
+    if batch.requests is not None:
+        raise BatchError(
+            "the rows of these data are requests, which this model cannot train on; write them a sample a row with "
+            "`gemline data impressions`"
+        )
     rows = batch.sample_ids.numel()
     tasks = [label.name for label in schema.labels]
     for name in ("sample_ids", "user_ids", "timestamps"):

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from gem_data.api import read_schema
@@ -147,7 +148,8 @@ def _sample_ids(data: DataPath) -> Int64:
 
 def _read_ids(path: DataPath) -> Int64:
     with path.open("rb") as opened, pq.ParquetFile(opened) as parquet:
-        return parquet.read(columns=["sample_id"]).column(0).to_numpy()
+        column = parquet.read(columns=["sample_id"]).column(0)
+        return (pc.list_flatten(column) if pa.types.is_list(column.type) else column).to_numpy()
 
 
 def _segments(directory: Path) -> list[tuple[int, Path]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from gem_data.interface import Schema
 from gem_data.remote import DataPath
@@ -103,4 +104,17 @@ def _read_split(data: DataPath, schema: Schema, split: str, task: str) -> pa.Tab
             with (data / file.path).open("rb") as opened, pq.ParquetFile(opened) as parquet:
                 present = parquet.schema_arrow.names
                 tables.append(parquet.read(columns=[name for name in present if name in wanted]))
-    return pa.concat_tables(tables)
+    table = pa.concat_tables(tables)
+    return _plain(table) if schema.impression else table
+
+
+def _plain(table: pa.Table) -> pa.Table:
+    """A table of requests with a row for each impression."""
+    label = next(name for name in table.column_names if name.startswith("label."))
+    owners = pc.list_parent_indices(table.column(label).combine_chunks())
+    return pa.table(
+        {
+            name: pc.list_flatten(table.column(name)) if pa.types.is_list(kind) else table.column(name).take(owners)
+            for name, kind in zip(table.column_names, table.schema.types, strict=True)
+        }
+    )

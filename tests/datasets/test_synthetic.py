@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
+import json
 
 import gem_datasets
 import numpy as np
@@ -15,6 +17,7 @@ from gem_datasets.synthetic_world import STREAMS, make_world
 
 SMALL = {"rows": 1500, "users": 60, "items": 80, "streams": 4, "max_length": 9, "seed": 3}
 DAY_S = 86400
+GOLDEN_TRAIN, GOLDEN_SCHEMA = "70d98bb5e9ed925a", "20c19407114d5de1"
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +177,47 @@ def test_user_ids_are_a_choice(prepared):
     assert "id.user" not in prepared.train.column_names
     named = gem_datasets.load("synthetic", **SMALL | {"user_ids": True})
     assert named.train["id.user"].equals(named.train["user_id"])
+
+
+def test_impressions_of_a_request_share_the_user_the_second_and_the_history():
+    shown = gem_datasets.load("synthetic", **SMALL, impressions=4)
+    rows = shown.train.to_pylist() + shown.eval.to_pylist()
+    own = {"sample_id", "weight.conversion", "label.click", "label.conversion", *synthetic.IMPRESSION}
+    starts = [0]
+    for number in range(1, len(rows)):
+        before, row = rows[number - 1], rows[number]
+        if any(row[name] != before[name] for name in row if name not in own):
+            starts.append(number)
+    sizes = np.diff([*starts, len(rows)])
+    assert 3.5 < sizes.mean() < 4.5
+    assert sizes.max() <= 7
+    assert len({row["id.item"] for row in rows[starts[1] : starts[2]]}) > 1 or sizes[1] == 1
+    assert shown.schema["facts"]["options"]["impressions"] == 4
+
+
+def test_requests_as_rows_hold_the_same_samples():
+    plain = gem_datasets.load("synthetic", **SMALL, impressions=4)
+    grouped = gem_datasets.load("synthetic", **SMALL, impressions=4, requests=True)
+    assert "impression" not in plain.schema
+    assert grouped.schema["impression"] == list(synthetic.IMPRESSION)
+    for split in ("train", "eval"):
+        samples, requests = getattr(plain, split), getattr(grouped, split)
+        for name in samples.column_names:
+            held = requests.column(name).to_pylist()
+            if name in ("sample_id", *synthetic.IMPRESSION) or name.startswith(("label.", "weight.")):
+                came = [value for values in held for value in values]
+            else:
+                counts = [len(ids) for ids in requests.column("sample_id").to_pylist()]
+                came = [value for value, count in zip(held, counts, strict=True) for _ in range(count)]
+            assert came == samples.column(name).to_pylist(), name
+
+
+def test_without_requests_the_bytes_are_those_of_before():
+    """Written down from the generator as it was before it knew requests."""
+    prepared = gem_datasets.load("synthetic", **SMALL)
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, prepared.train.schema) as writer:
+        writer.write_table(prepared.train.combine_chunks())
+    assert hashlib.sha256(sink.getvalue()).hexdigest()[:16] == GOLDEN_TRAIN
+    facts = json.dumps(prepared.schema, sort_keys=True)
+    assert hashlib.sha256(facts.encode()).hexdigest()[:16] == GOLDEN_SCHEMA

@@ -23,6 +23,8 @@ from gem_data.interface import DataError, Loader, LoaderConfig
 from gem_data.loader import ArrowLoader
 from gem_data.reference import ReferenceLoader
 from gem_data.remote import RemotePath, data_path, local_only
+from gem_data.request_tables import expand_requests, group_requests, request_schema, to_impressions, to_requests
+from gem_data.requests import expand_batch, expanded_schema
 from gem_data.schema import read_schema, schema_from_dict, schema_to_dict, select
 from gem_data.single import batch_from_dicts, batch_from_table
 from gem_data.verify import Report, verify_dataset
@@ -42,15 +44,22 @@ __all__ = [
     "cost_to_dict",
     "data_path",
     "events_cost",
+    "expand_batch",
+    "expand_requests",
+    "expanded_schema",
     "fit_cost",
+    "group_requests",
     "imbalance",
     "inspect_dataset",
     "partition",
     "read_schema",
+    "request_schema",
     "row_costs",
     "schema_from_dict",
     "schema_to_dict",
     "select",
+    "to_impressions",
+    "to_requests",
     "verify_dataset",
     "write_dataset",
 ]

@@ -72,7 +72,7 @@ def chunks_of(metadata: pq.FileMetaData, group: int) -> list[Chunk]:
     for index in range(row_group.num_columns):
         chunk = row_group.column(index)
         start = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
-        column = chunk.path_in_schema.removesuffix(".list.element")
+        column = chunk.path_in_schema.replace(".list.element", "")  # twice for a list of lists
         found.append(Chunk(column=column, start=start, stop=start + chunk.total_compressed_size))
     return found
 

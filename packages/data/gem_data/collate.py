@@ -28,7 +28,9 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from gem_data.interface import Batch, EventStream, Schema
+from gem_data.requests import inner_rows, merge_batch
 from gem_data.rows import Int64, Rows
+from gem_data.schema import impression_part, request_part
 from gem_data.window import Window, gather, join, limits_of
 
 
@@ -62,6 +64,8 @@ def take_batch(
     schema: Schema, windows: Sequence[Window], takes: Sequence[Int64], *, global_rows: int | None = None, step: int = 0
 ) -> Batch:
     """The Batch of rows takes[0] of windows[0], then takes[1] of windows[1], and so on; see `collate`."""
+    if schema.impression:
+        return _take_requests(schema, windows, takes, global_rows=global_rows, step=step)
     count = sum(map(len, takes))
     if not count:
         return _empty(schema, global_rows=global_rows or 0, step=step)
@@ -84,9 +88,31 @@ def take_batch(
     )
 
 
+def _take_requests(
+    schema: Schema, windows: Sequence[Window], takes: Sequence[Int64], *, global_rows: int | None, step: int
+) -> Batch:
+    """Users' parts and impressions are taken as the plain rows they are, then laid into one batch."""
+    inner, inner_takes, counts = [], [], [np.zeros(1, np.int64)]
+    for window, take in zip(windows, takes, strict=True):
+        assert window.inner is not None
+        assert window.bounds is not None
+        inner.append(window.inner)
+        inner_takes.append(inner_rows(window.bounds, take))
+        counts.append(np.diff(window.bounds)[take])
+    users = take_batch(request_part(schema), windows, takes, global_rows=global_rows, step=step)
+    impressions = take_batch(impression_part(schema), inner, inner_takes)
+    return merge_batch(schema, users, impressions, np.cumsum(np.concatenate(counts)))
+
+
 def whole_batch(schema: Schema, parts: Sequence[Rows], *, global_rows: int, step: int) -> Batch:
     """The Batch of all rows of all `parts`, one after the other, not cut: their columns are joined as they are."""
     parts = [part for part in parts if len(part)]
+    if schema.impression:
+        inner = [part.inner for part in parts if part.inner is not None]
+        counts = [np.diff(part.bounds) for part in parts if part.bounds is not None]
+        users = whole_batch(request_part(schema), parts, global_rows=global_rows, step=step)
+        impressions = whole_batch(impression_part(schema), inner, global_rows=0, step=step)
+        return merge_batch(schema, users, impressions, np.cumsum(np.concatenate([np.zeros(1, np.int64), *counts])))
     if not parts:
         return _empty(schema, global_rows=global_rows, step=step)
     columns: list[list[Int64]] = [[part.scalars[key] for part in parts] for key in range(len(schema.scalars))]

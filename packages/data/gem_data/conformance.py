@@ -44,6 +44,7 @@ class Quirks:
     checks_values         ids, labels, times and so on are checked in reading
     shuffles              shuffle=True works
     skipped_damages       kinds of gem_data.testing.DAMAGES that it does not notice
+    requests              it reads data whose rows are requests
     """
 
     world_sizes: tuple[int, ...] = (1, 2, 3, 4, 8)
@@ -52,6 +53,7 @@ class Quirks:
     checks_values: bool = True
     shuffles: bool = True
     skipped_damages: tuple[str, ...] = ()
+    requests: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,7 @@ def batch_difference(left: Batch, right: Batch) -> str | None:
     pairs += [(name, getattr(left, name), getattr(right, name)) for name in ("global_rows", "step")]
     pairs += [(f"ids.{name}", getattr(left.ids, name)(), getattr(right.ids, name)()) for name in _KJT_PARTS]
     pairs.append(("streams", list(left.streams), list(right.streams)))
+    pairs.append(("requests", *(None if b.requests is None else b.requests.tolist() for b in (left, right))))
     for name in left.streams if list(left.streams) == list(right.streams) else ():
         for part in ("offsets", "actions", "times"):
             pair = (getattr(left.streams[name], part), getattr(right.streams[name], part))
@@ -88,6 +91,8 @@ def batch_difference(left: Batch, right: Batch) -> str | None:
 
 def conformance_cases(quirks: Quirks) -> list[Case]:
     """All cases, those that the quirks leave out marked as skipped."""
+    from gem_data.conformance_requests import request_cases
+
     shuffle = None if quirks.shuffles else "quirk: does not shuffle"
     resume = None if quirks.resumes else "quirk: does not resume"
     elastic = resume or (None if quirks.resumes_any_world else "quirk: resumes at the same world size only")
@@ -119,7 +124,7 @@ def conformance_cases(quirks: Quirks) -> list[Case]:
         if entry.kind in quirks.skipped_damages:
             skip = f"quirk: does not notice {entry.kind}"
         cases.append(Case(name=f"bad input: {entry.kind}", run=_bad_input(entry), skipped=skip))
-    return cases
+    return cases + request_cases(quirks)
 
 
 @functools.cache
@@ -162,7 +167,8 @@ def _json(state: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _raises(kinds: type[Exception], call: Callable[[], Any]) -> Exception:
+def raises(kinds: type[Exception], call: Callable[[], Any]) -> Exception:
+    """What `call` raises; AssertionError where it raises nothing."""
     try:
         call()
     except kinds as error:
@@ -314,7 +320,7 @@ def _drop_last(factory: LoaderFactory, directory: Path) -> None:
     for _ in range(2):
         assert [batch.global_rows for batch in loader.epoch()] == [16] * 6
     config = _config(drop_last=True, global_batch_size=101)
-    _raises(DataError, lambda: factory(directory, split="train", config=config))
+    raises(DataError, lambda: factory(directory, split="train", config=config))
 
 
 def _break(factory: LoaderFactory, directory: Path) -> None:
@@ -339,9 +345,9 @@ def _old_iterator(factory: LoaderFactory, directory: Path) -> None:
     next(old)
     new = loader.epoch()
     assert next(new).step == 1
-    _raises(ValueError, lambda: next(old))
+    raises(ValueError, lambda: next(old))
     loader.close()
-    _raises(ValueError, lambda: next(new))
+    raises(ValueError, lambda: next(new))
 
 
 def _mark_refuses(factory: LoaderFactory, directory: Path) -> None:
@@ -350,11 +356,11 @@ def _mark_refuses(factory: LoaderFactory, directory: Path) -> None:
     batches = list(loader.epoch())
     fresh = factory(directory, split="train", config=_config(shuffle=False))
     before = fresh.state_dict()
-    _raises(ValueError, lambda: fresh.mark_trained(batches[0]))
+    raises(ValueError, lambda: fresh.mark_trained(batches[0]))
     assert fresh.state_dict() == before
     loader.mark_trained(batches[4])
     assert loader.state_dict()["step"] == 5
-    _raises(ValueError, lambda: loader.mark_trained(batches[4]))
+    raises(ValueError, lambda: loader.mark_trained(batches[4]))
     loader.mark_trained(batches[5])
     assert (loader.state_dict()["step"], loader.state_dict()["samples"]) == (6, 96)
 
@@ -437,7 +443,7 @@ def _foreign_state(factory: LoaderFactory, directory: Path) -> None:
     own = loader.state_dict()
 
     def refuse(state: dict[str, Any], what: str) -> None:
-        error = _raises(DataError, lambda: loader.load_state_dict(state))
+        error = raises(DataError, lambda: loader.load_state_dict(state))
         assert str(error), what
         assert loader.state_dict() == own, what
 
@@ -482,7 +488,7 @@ def _bad_input(entry: Damage) -> Callable[[LoaderFactory, Path], None]:
             for batch in loader.epoch():
                 yielded.append(batch)
 
-        error = _raises(DataError, read)
+        error = raises(DataError, read)
         assert isinstance(error, DataError)
         assert entry.file in (error.file or ""), f"file: {error}"
         for name in ("row_group", "row", "column"):

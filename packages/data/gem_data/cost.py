@@ -8,6 +8,9 @@ can as well be written by hand or derived from counted FLOPs.
 
     lengths [3, 1], terms 2.0 per token and 1.0 per causal pair, 5.0 a sample: loads 5 + 6 + 6 = 17 and 5 + 2 + 1 = 8
 
+A row that is a request is loaded with all its impressions: what each adds (its candidate's tokens and pairs, the part
+of the model that it alone computes) stands beside what its history costs once.
+
 Non-negative least squares is the active-set method of Lawson and Hanson (1974, chapter 23). Cost: numpy over the rows;
 the fit is of a handful of unknowns.
 """
@@ -32,11 +35,15 @@ UNITS = ("seconds", "flops", "bytes", "events")
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """One measured batch: stream -> events of each row, the number of rows, and what was measured."""
+    """One measured batch: stream -> events of each row, the number of rows, and what was measured.
+
+    impressions  of each row, where rows are requests; None: one each
+    """
 
     lengths: Mapping[str, Int64]
     rows: int
     value: float
+    impressions: Int64 | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +60,27 @@ def events_cost(schema: Schema) -> CostModel:
     return CostModel(unit="events", terms=tuple(CostTerm(stream=stream.name) for stream in schema.streams))
 
 
-def term_counts(term: CostTerm, lengths: Int64) -> Float64:
-    """Tokens or pairs of every row for one term, without its coefficient.
+def term_counts(term: CostTerm, lengths: Int64, impressions: Int64 | None = None) -> Float64:
+    """Tokens or pairs of every row for one term, without its coefficient. impressions: of each row; None: one.
 
     >>> term_counts(CostTerm(stream="s", pairs=True, window=2), np.array([3, 0, 1])).tolist()
     [5.0, 0.0, 1.0]
+    >>> term_counts(CostTerm(stream="s", pairs=True, extra=1, targets=1), np.array([3]), np.array([3])).tolist()
+    [18.0]
     """
+    counts = _first_counts(term, lengths)
+    if impressions is None:
+        return counts
+    if term.repeated:
+        return counts * impressions
+    t = np.asarray(lengths, dtype=np.float64) + term.extra
+    seen = (np.minimum(t, term.window) if term.window else t) if term.pairs else np.ones(len(t))
+    more: Float64 = counts + term.targets * (impressions - 1) * seen
+    return more
+
+
+def _first_counts(term: CostTerm, lengths: Int64) -> Float64:
+    """With the one impression that a row has at least."""
     t = np.asarray(lengths, dtype=np.float64) + term.extra
     if not term.pairs:
         return t
@@ -70,25 +92,29 @@ def term_counts(term: CostTerm, lengths: Int64) -> Float64:
     return np.where(t <= w, t * t, t * (2 * w + 1) - w * (w + 1)) if w else t * t
 
 
-def row_costs(model: CostModel, lengths: Mapping[str, Int64], rows: int) -> Float64:
+def row_costs(model: CostModel, lengths: Mapping[str, Int64], rows: int, impressions: Int64 | None = None) -> Float64:
     """(rows,) load of every row. `lengths`: stream -> events of each row, as they are trained (after cutting).
+
+    impressions  (rows,) of each row, where rows are requests
 
     Raises ValueError where a stream of the model has no lengths, or not one per row.
     """
     total = np.full(rows, model.per_sample)
+    if impressions is not None:
+        total += model.per_impression * (impressions - 1)
     for term in model.terms:
         if term.stream not in lengths or len(lengths[term.stream]) != rows:
             raise ValueError(
                 f"cost model: expected {rows} lengths of stream {term.stream!r}, came lengths of "
                 f"{ {name: len(value) for name, value in lengths.items()} }. Use a model made for this data."
             )
-        total += term.coefficient * term_counts(term, lengths[term.stream])
+        total += term.coefficient * term_counts(term, lengths[term.stream], impressions)
     return total
 
 
-def batch_cost(model: CostModel, lengths: Mapping[str, Int64], rows: int) -> float:
+def batch_cost(model: CostModel, lengths: Mapping[str, Int64], rows: int, impressions: Int64 | None = None) -> float:
     """What the model predicts for a batch: per_step and the loads of its rows."""
-    return model.per_step + float(row_costs(model, lengths, rows).sum())
+    return model.per_step + float(row_costs(model, lengths, rows, impressions).sum())
 
 
 def loads_of(
@@ -108,7 +134,7 @@ def loads_of(
     if drawn is not None:
         for stream, most in zip(schema.streams, drawn, strict=True):
             lengths[stream.name] = np.minimum(lengths[stream.name], most)
-    return row_costs(model, lengths, len(rows))
+    return row_costs(model, lengths, len(rows), None if rows.bounds is None else np.diff(rows.bounds))
 
 
 def check_cost(model: CostModel, schema: Schema) -> None:
@@ -116,20 +142,28 @@ def check_cost(model: CostModel, schema: Schema) -> None:
     names = [stream.name for stream in schema.streams]
     if model.unit not in UNITS:
         raise ValueError(f"cost model: unit: expected one of {', '.join(UNITS)}, came {model.unit!r}")
-    for name, value in {"per_step": model.per_step, "per_sample": model.per_sample}.items():
+    for name in ("per_step", "per_sample", "per_impression"):
+        value = getattr(model, name)
         _check_number(name, value)
     for number, term in enumerate(model.terms):
         if term.stream not in names:
             raise ValueError(f"cost model: terms[{number}]: expected a stream of {names}, came {term.stream!r}")
         _check_number(f"terms[{number}].coefficient", term.coefficient)
-        for field, value in {"window": term.window, "extra": term.extra}.items():
+        for field, value in {"window": term.window, "extra": term.extra, "targets": term.targets}.items():
             if value < 0:
                 raise ValueError(f"cost model: terms[{number}].{field}: expected at least 0, came {value}")
 
 
 def cost_to_dict(model: CostModel) -> dict[str, Any]:
-    """The JSON form; `cost_from_dict` reads it back."""
-    return {**dataclasses.asdict(model), "terms": [dataclasses.asdict(term) for term in model.terms]}
+    """The JSON form; `cost_from_dict` reads it back. What concerns requests is left out where it says nothing."""
+    plain = {**dataclasses.asdict(model), "terms": [_said(term, ("targets", "repeated")) for term in model.terms]}
+    if not model.per_impression:
+        del plain["per_impression"]
+    return plain
+
+
+def _said(term: CostTerm, optional: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(term).items() if value or name not in optional}
 
 
 def cost_from_dict(value: Mapping[str, Any], *, source: str) -> CostModel:
@@ -154,14 +188,14 @@ def fit_cost(
     """
     kept = [o for number, o in enumerate(observations) if not held_out or number % held_out != held_out - 1]
     rest = [o for number, o in enumerate(observations) if held_out and number % held_out == held_out - 1]
-    if len(kept) < len(terms) + 2:
-        raise ValueError(f"observations: expected at least {len(terms) + 2} for the fit, came {len(kept)}")
+    requests = any(o.impressions is not None for o in observations)
+    unknowns = len(terms) + 2 + requests
+    if len(kept) < unknowns:
+        raise ValueError(f"observations: expected at least {unknowns} for the fit, came {len(kept)}")
     values = np.array([o.value for o in kept])
     if not (np.isfinite(values).all() and (values > 0).all()):
         raise ValueError("observations: expected values above 0, came others: measure again")
-    matrix = np.array(
-        [[1.0, o.rows, *(float(term_counts(term, o.lengths[term.stream]).sum()) for term in terms)] for o in kept]
-    )
+    matrix = np.array([_unknowns(terms, o, requests) for o in kept])
     # Relative errors; columns of size 1, so that a tolerance means the same for all.
     scaled = matrix / values[:, None]
     size = np.maximum(np.linalg.norm(scaled, axis=0), np.finfo(float).tiny)
@@ -170,14 +204,25 @@ def fit_cost(
         unit=unit,
         per_step=float(found[0]),
         per_sample=float(found[1]),
-        terms=tuple(dataclasses.replace(term, coefficient=float(c)) for term, c in zip(terms, found[2:], strict=True)),
+        terms=tuple(
+            dataclasses.replace(term, coefficient=float(c))
+            for term, c in zip(terms, found[2 : 2 + len(terms)], strict=True)
+        ),
+        per_impression=float(found[-1]) if requests else 0.0,
     )
     return model, fit_error(model, kept), fit_error(model, rest)
 
 
+def _unknowns(terms: Sequence[CostTerm], o: Observation, requests: bool) -> list[float]:
+    """What one observation counts of each unknown; the last one is of further impressions, where there are requests."""
+    counted = [float(term_counts(term, o.lengths[term.stream], o.impressions).sum()) for term in terms]
+    further = 0 if o.impressions is None else int(o.impressions.sum()) - o.rows
+    return [1.0, o.rows, *counted, *([further] if requests else [])]
+
+
 def fit_error(model: CostModel, observations: Sequence[Observation]) -> FitError:
     """Relative errors of the model on measured batches."""
-    errors = [abs(batch_cost(model, o.lengths, o.rows) - o.value) / o.value for o in observations]
+    errors = [abs(batch_cost(model, o.lengths, o.rows, o.impressions) - o.value) / o.value for o in observations]
     return FitError(count=len(errors), mean=float(np.mean(errors)) if errors else 0.0, worst=max(errors, default=0.0))
 
 

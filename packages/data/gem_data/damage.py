@@ -76,7 +76,7 @@ def set_value(table: pa.Table, row: int, column: str, value: Any, kind: pa.DataT
 
 
 def _nullable(kind: pa.DataType) -> pa.DataType:
-    return pa.list_(kind.value_type) if pa.types.is_list(kind) else kind
+    return pa.list_(_nullable(kind.value_type)) if pa.types.is_list(kind) else kind
 
 
 def _value(kind: str, column: str, value: Any, says: str) -> Damage:

@@ -14,12 +14,15 @@ aligned wherever the buffer lies:
     floats                         n x (labels T, weights T, dense F, padding) float32
     values                         of every list, then of every stream: its fields, actions, times
 
+Requests are [impressions of each | the users' parts | their impressions], the latter two as plain rows.
+
 Cost: one gather of the rows sent, and one copy of the rows received.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,13 +30,19 @@ from torch import Tensor
 
 from gem_data.collate import Part, collate, whole_batch
 from gem_data.interface import Batch, Schema
+from gem_data.requests import inner_rows, split_batch
 from gem_data.rows import Events, Int64, Jagged, Rows
+from gem_data.schema import impression_part, request_part
 
 
 def rows_of_batch(schema: Schema, batch: Batch) -> Rows:
-    """The rows of a batch on the CPU as `Rows`; its tensors are not copied, but for the keys."""
+    """The rows of a batch on the CPU as `Rows`; its tensors are not copied, but for the keys (of requests: copied)."""
+    if batch.requests is not None:
+        users, impressions = split_batch(schema, batch)
+        inner = rows_of_batch(impression_part(schema), impressions)
+        return replace(rows_of_batch(request_part(schema), users), inner=inner, bounds=batch.requests.numpy())
     count = batch.sample_ids.shape[0]
-    values, lengths_KB = batch.ids.values().numpy(), batch.ids.lengths().numpy().reshape(-1, count)
+    values, lengths_KB = batch.ids.values().numpy(), batch.ids.lengths().numpy().reshape(len(batch.ids.keys()), count)
     key_ends = np.concatenate([[0], np.cumsum(lengths_KB.sum(axis=1, dtype=np.int64))])
     scalars, lists = len(schema.scalars), len(schema.lists)
     jagged = tuple(
@@ -60,10 +69,14 @@ def rows_of_batch(schema: Schema, batch: Batch) -> Rows:
 
 
 def row_bytes(schema: Schema, batch: Batch) -> Int64:
-    """(B,) bytes of every row in a packed buffer."""
+    """(R,) bytes of every row in a packed buffer."""
+    if batch.requests is not None:
+        users, impressions = split_batch(schema, batch)
+        own = np.concatenate([[0], np.cumsum(row_bytes(impression_part(schema), impressions))])
+        return 8 + row_bytes(request_part(schema), users) + np.diff(own[batch.requests.numpy()])
     count = batch.sample_ids.shape[0]
     words = np.full(count, _fixed_words(schema), np.int64)
-    lengths_KB = batch.ids.lengths().numpy().reshape(-1, count)
+    lengths_KB = batch.ids.lengths().numpy().reshape(len(batch.ids.keys()), count)
     first = len(schema.scalars)
     words += lengths_KB[first : first + len(schema.lists)].sum(axis=0, dtype=np.int64)
     for stream in schema.streams:
@@ -73,6 +86,11 @@ def row_bytes(schema: Schema, batch: Batch) -> Int64:
 
 def pack_rows(schema: Schema, rows: Rows, take: Int64) -> Tensor:
     """Rows `take` of `rows` as a flat uint8 tensor of the sum of their row_bytes."""
+    if rows.inner is not None and rows.bounds is not None:
+        counts = torch.from_numpy(np.diff(rows.bounds)[take].view(np.uint8))
+        users = pack_rows(request_part(schema), replace(rows, inner=None, bounds=None), take)
+        inner = pack_rows(impression_part(schema), rows.inner, inner_rows(rows.bounds, take))
+        return torch.cat([counts, users, inner])
     groups = [*rows.lists, *rows.streams]
     bounds = [group.offsets for group in groups]
     lengths = [offsets[take + 1] - offsets[take] for offsets in bounds]
@@ -95,7 +113,7 @@ def unpack_rows(
 ) -> Batch:
     """The batch of all rows of all buffers, one after the other; counts[i] rows are in chunks[i]."""
     parts = [
-        _unpack(schema, chunk.view(torch.int64).numpy(), count)
+        _unpack_all(schema, chunk.view(torch.int64).numpy(), count)
         for chunk, count in zip(chunks, counts, strict=True)
         if count
     ]
@@ -108,7 +126,20 @@ def take_rows(schema: Schema, batch: Batch, take: Int64) -> Batch:
     return collate(schema, parts, global_rows=batch.global_rows, step=batch.step)
 
 
-def _unpack(schema: Schema, words: Int64, count: int) -> Rows:
+def _unpack_all(schema: Schema, words: Int64, count: int) -> Rows:
+    if not schema.impression:
+        rows, rest = _unpack(schema, words, count)
+    else:
+        bounds = _offsets(words[:count])
+        rows, rest = _unpack(request_part(schema), words[count:], count)
+        inner, rest = _unpack(impression_part(schema), rest, int(bounds[-1]))
+        rows = replace(rows, inner=inner, bounds=bounds)
+    assert not len(rest), "a packed buffer is as long as its rows say"
+    return rows
+
+
+def _unpack(schema: Schema, words: Int64, count: int) -> tuple[Rows, Int64]:
+    """`count` plain rows from the start of `words`, and the words behind them."""
     place = 0
 
     def next_words(size: int) -> Int64:
@@ -127,8 +158,7 @@ def _unpack(schema: Schema, words: Int64, count: int) -> Rows:
         Events(columns=tuple(next_words(int(ends[-1])) for _ in range(len(stream.fields) + 2)), offsets=ends)
         for stream, ends in zip(schema.streams, offsets[len(schema.lists) :], strict=True)
     )
-    assert place == len(words), "a packed buffer is as long as its rows say"
-    return Rows(
+    rows = Rows(
         keys=keys,
         labels=floats[:, :tasks],
         weights=floats[:, tasks : 2 * tasks],
@@ -138,6 +168,7 @@ def _unpack(schema: Schema, words: Int64, count: int) -> Rows:
         streams=streams,
         origin=origin,
     )
+    return rows, words[place:]
 
 
 def _float_words(schema: Schema) -> int:

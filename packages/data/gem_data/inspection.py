@@ -12,7 +12,7 @@ import numpy.typing as npt
 from gem_data.interface import Schema
 from gem_data.remote import RemotePath
 from gem_data.rows import Int64, Rows
-from gem_data.schema import SPLITS, read_schema
+from gem_data.schema import SPLITS, impression_part, read_schema, request_part
 from gem_data.shards import Shards
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
@@ -36,7 +36,8 @@ def inspect_dataset(
         "dense": {name: {"min", "mean", "max"}},
         "lists": {name: {"total", "mean", "quantiles": {"0.5": ...}}},
         "streams": {name: {"total", "mean", "quantiles", "max_length", "cut_rows"}},  cut_rows: longer than max_length
-        "tables": {table: distinct ids that occur, or null}}}}
+        "tables": {table: distinct ids that occur, or null},
+        "impressions": {"total", "mean", "quantiles"}}}}     only where rows are requests: of each of them
 
     Raises DataError for data that cannot be decoded, and with `check` for the first bad value.
     """
@@ -60,20 +61,36 @@ class _Gathered:
         self.labels = np.zeros(len(schema.labels))
         self.weighted = np.zeros(len(schema.labels))
         self.weights = np.zeros(len(schema.labels))
-        self.dense: list[npt.NDArray[np.float32]] = []
+        self.dense: dict[str, list[npt.NDArray[np.float32]]] = {name: [] for name in schema.dense}
         self.keys: list[Int64] = []
-        self.lengths: list[list[Int64]] = [[] for _ in (*schema.lists, *schema.streams)]
+        self.lists: dict[str, list[Int64]] = {feature.name: [] for feature in schema.lists}
+        self.streams: dict[str, list[Int64]] = {stream.name: [] for stream in schema.streams}
+        self.impressions: list[Int64] = []
         self.seen = {t.name: np.zeros(t.rows, bool) for t in schema.tables if t.rows <= _MAX_COUNTED_TABLE}
 
     def add(self, schema: Schema, rows: Rows) -> None:
+        self.keys.append(rows.keys[1:])
+        if rows.inner is None or rows.bounds is None:
+            self._add_labels(rows)
+            self._add_features(schema, rows)
+            return
+        self.impressions.append(np.diff(rows.bounds))
+        self._add_labels(rows.inner)
+        self._add_features(request_part(schema), rows)
+        self._add_features(impression_part(schema), rows.inner)
+
+    def _add_labels(self, rows: Rows) -> None:
         self.labels += rows.labels.sum(axis=0, dtype=np.float64)
         self.weighted += (rows.labels * rows.weights.astype(np.float64)).sum(axis=0)
         self.weights += rows.weights.sum(axis=0, dtype=np.float64)
-        self.dense.append(rows.dense)
-        self.keys.append(rows.keys[1:])
-        offsets = [jagged.offsets for jagged in rows.lists] + [events.offsets for events in rows.streams]
-        for index, bounds in enumerate(offsets):
-            self.lengths[index].append(np.diff(bounds))
+
+    def _add_features(self, schema: Schema, rows: Rows) -> None:
+        for index, name in enumerate(schema.dense):
+            self.dense[name].append(rows.dense[:, index])
+        for feature, jagged in zip(schema.lists, rows.lists, strict=True):
+            self.lists[feature.name].append(np.diff(jagged.offsets))
+        for stream, events in zip(schema.streams, rows.streams, strict=True):
+            self.streams[stream.name].append(np.diff(events.offsets))
         for feature, ids in zip(schema.scalars, rows.scalars, strict=True):
             self._see(feature.table, ids)
         for feature, jagged in zip(schema.lists, rows.lists, strict=True):
@@ -96,14 +113,13 @@ def _inspect_split(shards: Shards, *, check: bool) -> dict[str, Any]:
         for group in range(len(footer.group_rows)):
             gathered.add(schema, read(footer.index, group))
     keys = np.concatenate(gathered.keys, axis=1) if gathered.keys else np.empty((2, 0), np.int64)
-    dense = np.concatenate(gathered.dense) if gathered.dense else np.empty((0, len(schema.dense)), np.float32)
     rows = keys.shape[1]
-    lengths = [np.concatenate(parts) if parts else np.empty(0, np.int64) for parts in gathered.lengths]
     streams = {}
-    for stream, events in zip(schema.streams, lengths[len(schema.lists) :], strict=True):
+    for stream in schema.streams:
+        events = _joined(gathered.streams[stream.name])
         cut = int((events > stream.max_length).sum())
         streams[stream.name] = {**_summary(events), "max_length": stream.max_length, "cut_rows": cut}
-    return {
+    described = {
         "rows": rows,
         "files": len(shards.footers),
         "row_groups": sum(len(footer.group_rows) for footer in shards.footers),
@@ -119,14 +135,22 @@ def _inspect_split(shards: Shards, *, check: bool) -> dict[str, Any]:
             }
             for task, label in enumerate(schema.labels)
         },
-        "dense": {name: _range(dense[:, index]) for index, name in enumerate(schema.dense)},
-        "lists": {feature.name: _summary(found) for feature, found in zip(schema.lists, lengths, strict=False)},
+        "dense": {name: _range(_joined(found)) for name, found in gathered.dense.items()},
+        "lists": {name: _summary(_joined(found)) for name, found in gathered.lists.items()},
         "streams": streams,
         "tables": {
             table.name: int(gathered.seen[table.name].sum()) if table.name in gathered.seen else None
             for table in schema.tables
         },
     }
+    if schema.impression:
+        described["impressions"] = _summary(_joined(gathered.impressions))
+    return described
+
+
+def _joined(parts: list[Any]) -> npt.NDArray[Any]:
+    joined: npt.NDArray[Any] = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    return joined
 
 
 def _summary(lengths: Int64) -> dict[str, Any]:

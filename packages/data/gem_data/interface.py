@@ -6,11 +6,13 @@
 1.3  LoaderConfig.open_ids: features whose ids may lie outside their tables
 1.4  FileInfo.blocks_xxh3: hashes of the footer and of the columns of row groups, compared before anything is decoded
 1.5  LoaderConfig.features, labels: read only these columns; LoaderConfig.stochastic_length
+1.6  Schema.impression, Batch.requests: a row is a request with several impressions; CostModel.per_impression,
+     CostTerm.targets: what impressions add to the load of a row
 
 The native layout is a directory:
 
     schema.json                 what the columns mean (`Schema`)
-    train-00000.parquet ...     one row = one impression (or request); page checksums on
+    train-00000.parquet ...     one row = one impression, or one request; page checksums on
     eval-00000.parquet ...
 
 Columns, by name (all non-null, lists without null elements):
@@ -28,6 +30,11 @@ Columns, by name (all non-null, lists without null elements):
     stream.<s>.time        list<int64>      seconds, non-decreasing, all < timestamp
 
 All `stream.<s>.*` lists of a row have equal length. Id 0 of a table is by convention "unknown".
+
+Requests: where `Schema.impression` names features, a row is a request: user_id, timestamp, streams and all features
+that are not named stand in it once, for all its impressions. sample_id, label.*, weight.* and the named features are
+lists with one entry an impression, of equal length within a row and never empty: list<int64>, list<float32>, and for a
+named `ids.<name>` list<list<int64>>.
 """
 
 from __future__ import annotations
@@ -39,7 +46,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-INTERFACE_VERSION = (1, 5)
+INTERFACE_VERSION = (1, 6)
 
 
 class DataError(ValueError):
@@ -120,7 +127,11 @@ class FileInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """schema.json. `facts` is free JSON that travels with the data (best possible NE, floors, source)."""
+    """schema.json. `facts` is free JSON that travels with the data (best possible NE, floors, source).
+
+    impression  of data whose rows are requests: the features that each impression has of its own, by column ("id.item",
+                "ids.tags", "dense.bid"). Empty: a row is one impression, and nothing below differs between levels
+    """
 
     name: str
     created_by: str
@@ -132,6 +143,7 @@ class Schema:
     streams: tuple[StreamInfo, ...] = ()
     files: tuple[FileInfo, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
+    impression: tuple[str, ...] = ()
 
     def table_rows(self) -> dict[str, int]:
         """Rows of every table by name."""
@@ -145,6 +157,13 @@ class Schema:
         own = [(feature.name, feature.table) for feature in (*self.scalars, *self.lists)]
         events = [(f"{stream.name}.{f.name}", f.table) for stream in self.streams for f in stream.fields]
         return (*own, *events)
+
+    def request_keys(self) -> tuple[str, ...]:
+        """Keys of `id_features` that stand once in a request; none where a row is one impression."""
+        if not self.impression:
+            return ()
+        own = {column.partition(".")[2] for column in self.impression if not column.startswith("dense.")}
+        return tuple(key for key, _ in self.id_features() if key not in own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +193,9 @@ class EventStream:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """This rank's part of one global batch. B rows (B may be 0), T tasks, F dense features.
+    """This rank's part of one global batch. B impressions (B may be 0), T tasks, F dense features, R rows of the data.
+
+    R = B, and a row is an impression, but where rows are requests: then `requests` says whose impressions are whose.
 
     sample_ids   (B,) int64
     user_ids     (B,) int64
@@ -183,10 +204,17 @@ class Batch:
     weights      (B, T) float32 >= 0
     dense        (B, F) float32, features in schema order
     ids          KeyedJaggedTensor, keys = Schema.id_features(), stride B; scalars have length 1 in every row
-    streams      stream name -> EventStream
+    streams      stream name -> EventStream of R rows
     row_index    (B, 3) int64: file (index into Schema.files), row group, row within the group
     global_rows  rows of the whole global batch over all ranks
     step         0-based number of this batch since the start of the run (monotone over epochs)
+    requests     None, or (R + 1,) int64: request r has the impressions requests[r]:requests[r + 1], one at least
+
+    Ids that stand once in a request (Schema.request_keys) are in `ids` once, in the row of its first impression; in the
+    rows of the others they have length 0. So one KeyedJaggedTensor of one stride looks every id up once.
+
+    Two requests of 2 and 1 impressions, keys [user, item], users (5, 6), items (1, 2, 3): requests [0, 2, 3],
+    values [5, 6, 1, 2, 3], lengths [1, 0, 1, 1, 1, 1], stride 3.
     """
 
     sample_ids: Tensor
@@ -200,6 +228,12 @@ class Batch:
     row_index: Tensor
     global_rows: int
     step: int
+    requests: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """R: rows of the data, which batching, balancing and sharding move whole."""
+        return self.sample_ids.shape[0] if self.requests is None else self.requests.shape[0] - 1
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Batch:
         """A copy on `device`."""
@@ -219,6 +253,7 @@ class Batch:
             row_index=move(self.row_index),
             global_rows=self.global_rows,
             step=self.step,
+            requests=None if self.requests is None else move(self.requests),
         )
 
 
@@ -232,8 +267,12 @@ class CostTerm:
     causal  True: T (T + 1) / 2, or with window w > 0 the sum of min(t, w) over t = 1..T; False: T^2, or with window
             w > 0 the pairs at most w apart
     window  0 = no window
+    targets candidate tokens that each further impression of a request adds to the one in `extra`: they meet the T - 1
+            tokens before them and themselves (within the window), never one another. Else without effect
+    repeated  the whole term counts once for each impression, as where a stream is computed by each of them
 
     Three events, no extra: tokens 3, causal pairs 6, full pairs 9, causal window 2: 1 + 2 + 2 = 5.
+    Three events, extra 1, targets 1, a request of 3 impressions: tokens 4 + 2, causal pairs 10 + 2 * 4.
     """
 
     stream: str
@@ -242,6 +281,8 @@ class CostTerm:
     causal: bool = True
     window: int = 0
     extra: int = 0
+    targets: int = 0
+    repeated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,19 +292,21 @@ class CostModel:
     unit        what it predicts: "seconds", "flops", "bytes" or "events"
     per_step    once a batch, whatever its rows (left out of the load of a row)
     per_sample  once a row
+    per_impression  once for each further impression of a request
     """
 
     unit: str
     per_step: float = 0.0
     per_sample: float = 0.0
     terms: tuple[CostTerm, ...] = ()
+    per_impression: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
     """How rows become batches.
 
-    global_batch_size  rows of one optimizer micro-step over all ranks
+    global_batch_size  rows of one optimizer micro-step over all ranks; of request data that many requests, whole
     shuffle            deterministic from `seed` and the epoch; off = file order (of every logical shard; of the
                        whole split with logical_shards = 1)
     window_groups      row groups shuffled together (a larger window mixes better and holds more memory)

@@ -69,6 +69,8 @@ def _tensors(batch: Batch) -> list[Tensor]:
     found = [getattr(batch, name) for name in _PLAIN] + [batch.ids.values(), batch.ids.lengths()]
     for stream in batch.streams.values():
         found += [stream.offsets, stream.actions, stream.times]
+    if batch.requests is not None:
+        found.append(batch.requests)
     return found
 
 
@@ -91,4 +93,5 @@ def _with_tensors(batch: Batch, tensors: list[Tensor]) -> Batch:
         streams={name: EventStream(offsets=next(rest), actions=next(rest), times=next(rest)) for name in batch.streams},
         global_rows=batch.global_rows,
         step=batch.step,
+        requests=None if batch.requests is None else next(rest),
     )

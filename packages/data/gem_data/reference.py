@@ -20,10 +20,11 @@ import xxhash
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from gem_data.batching import ORDER_VERSION
+from gem_data.cost import cost_to_dict
 from gem_data.interface import Batch, DataError, EventStream, LoaderConfig, Schema
 from gem_data.reference_balance import reference_base_order, reference_load
 from gem_data.rows import Where, check_types
-from gem_data.schema import columns, read_schema, select, stream_columns
+from gem_data.schema import columns, is_impression, read_schema, select, stream_columns
 from gem_data.validation import check_config
 
 _MASK = (1 << 64) - 1
@@ -127,8 +128,8 @@ class ReferenceLoader:
         config = dataclasses.asdict(self._config)
         del config["prefetch"], config["open_ids"]
         config |= {"features": list(config["features"]), "labels": list(config["labels"])}
-        if config["cost"] is not None:
-            config["cost"]["terms"] = list(config["cost"]["terms"])
+        if self._config.cost is not None:
+            config["cost"] = cost_to_dict(self._config.cost)
         return {
             "order_version": ORDER_VERSION,
             "split": self._split,
@@ -232,18 +233,27 @@ def reference_collate(
     schema: Schema, rows: list[Row], places: list[Place], max_length: int | None, global_rows: int, step: int
 ) -> Batch:
     """A Batch from rows as dicts of Python values."""
-    ids: list[list[list[int]]] = [[[row[f"id.{f.name}"]] for row in rows] for f in schema.scalars]
-    ids += [[row[f"ids.{f.name}"] for row in rows] for f in schema.lists]
+    groups = [plain_rows(schema, row) for row in rows]
+    each = [row for group in groups for row in group]
+    is_first = [number == 0 for group in groups for number in range(len(group))]
+    once = schema.request_keys()
+
+    def laid(key: str, lists: list[list[int]]) -> list[list[int]]:
+        """Ids of every impression; what stands once in a request is the first one's."""
+        return [own if key not in once or first else [] for own, first in zip(lists, is_first, strict=True)]
+
+    ids: list[list[list[int]]] = [laid(f.name, [[row[f"id.{f.name}"]] for row in each]) for f in schema.scalars]
+    ids += [laid(f.name, [row[f"ids.{f.name}"] for row in each]) for f in schema.lists]
     streams = {}
     for stream in schema.streams:
         limit = stream.max_length if max_length is None else min(stream.max_length, max_length)
 
-        def latest(name: str, stream: str = stream.name, limit: int = limit) -> list[list[int]]:
-            lists = [row[f"stream.{stream}.{name}"] for row in rows]
+        def latest(name: str, of: list[Row], stream: str = stream.name, limit: int = limit) -> list[list[int]]:
+            lists = [row[f"stream.{stream}.{name}"] for row in of]
             return [events[max(len(events) - limit, 0) :] for events in lists]
 
-        ids += [latest(f.name) for f in stream.fields]
-        actions, times, offsets = latest("action"), latest("time"), [0]
+        ids += [laid(f"{stream.name}.{f.name}", latest(f.name, each)) for f in stream.fields]
+        actions, times, offsets = latest("action", rows), latest("time", rows), [0]
         for events in times:
             offsets.append(offsets[-1] + len(events))
         streams[stream.name] = EventStream(
@@ -251,27 +261,42 @@ def reference_collate(
             actions=_int64([action for events in actions for action in events]),
             times=_int64([time for events in times for time in events]),
         )
-    labels = [[row[f"label.{label.name}"] for label in schema.labels] for row in rows]
-    weights = [[row[f"weight.{label.name}"] if label.weighted else 1 for label in schema.labels] for row in rows]
-    dense = [[row[f"dense.{name}"] for name in schema.dense] for row in rows]
+    labels = [[row[f"label.{label.name}"] for label in schema.labels] for row in each]
+    weights = [[row[f"weight.{label.name}"] if label.weighted else 1 for label in schema.labels] for row in each]
+    dense = [[row[f"dense.{name}"] for name in schema.dense] for row in each]
+    origins = [list(place) for place, group in zip(places, groups, strict=True) for _ in group]
+    requests = None
+    if schema.impression:
+        requests = _int64([sum(len(group) for group in groups[:number]) for number in range(len(groups) + 1)])
     return Batch(
-        sample_ids=_int64([row["sample_id"] for row in rows]),
-        user_ids=_int64([row["user_id"] for row in rows]),
-        timestamps=_int64([row["timestamp"] for row in rows]),
-        labels=torch.tensor(labels, dtype=torch.float32).reshape(len(rows), len(schema.labels)),
-        weights=torch.tensor(weights, dtype=torch.float32).reshape(len(rows), len(schema.labels)),
-        dense=torch.tensor(dense, dtype=torch.float32).reshape(len(rows), len(schema.dense)),
+        sample_ids=_int64([row["sample_id"] for row in each]),
+        user_ids=_int64([row["user_id"] for row in each]),
+        timestamps=_int64([row["timestamp"] for row in each]),
+        labels=torch.tensor(labels, dtype=torch.float32).reshape(len(each), len(schema.labels)),
+        weights=torch.tensor(weights, dtype=torch.float32).reshape(len(each), len(schema.labels)),
+        dense=torch.tensor(dense, dtype=torch.float32).reshape(len(each), len(schema.dense)),
         ids=KeyedJaggedTensor(
             keys=[key for key, _ in schema.id_features()],
             values=_int64([value for feature in ids for events in feature for value in events]),
             lengths=_int64([len(events) for feature in ids for events in feature]),
-            stride=len(rows),
+            stride=len(each),
         ),
         streams=streams,
-        row_index=_int64([list(place) for place in places]).reshape(len(rows), 3),
+        row_index=_int64(origins).reshape(len(each), 3),
         global_rows=global_rows,
         step=step,
+        requests=requests,
     )
+
+
+def plain_rows(schema: Schema, row: Row) -> list[Row]:
+    """The impressions of a row as plain rows, each with its request's part; of plain data the row itself."""
+    if not schema.impression:
+        return [row]
+    return [
+        {name: value[number] if is_impression(schema, name) else value for name, value in row.items()}
+        for number in range(len(row["sample_id"]))
+    ]
 
 
 def _int64(values: list[Any]) -> torch.Tensor:
@@ -303,7 +328,9 @@ def _read_rows(directory: Path, schema: Schema, split: str) -> tuple[dict[Place,
             lists = [_column(file, group, name, where) for name in names]
             for number, values in enumerate(zip(*lists, strict=True)):
                 row = dict(zip(names, values, strict=True))
-                check_row(schema, row, where, number)
+                check_request(schema, row, where, number)
+                for one in plain_rows(schema, row):
+                    check_row(schema, one, where, number)
                 rows[index, group, number] = row
         if file.metadata.num_rows != info.rows:
             raise DataError(f"{info.path}: {info.rows} rows expected, came {file.metadata.num_rows}", file=info.path)
@@ -326,6 +353,22 @@ def _column(file: pq.ParquetFile, group: int, name: str, where: Where) -> list[A
         return list(file.read_row_group(group, columns=[name]).column(name).to_pylist())
     except (OSError, ValueError) as error:
         raise where.error(column=name, expected="readable pages", came=f"{error}", todo="Restore the file.") from error
+
+
+def check_request(schema: Schema, row: Row, where: Where, number: int) -> None:
+    """A request has at least one impression, and one entry for each wherever impressions have something."""
+    for name, value in row.items() if schema.impression else ():
+        if not is_impression(schema, name):
+            continue
+        bad = value is None or not value or len(value) != len(row["sample_id"] or ())
+        if bad:
+            raise where.error(
+                column=name,
+                row=number,
+                expected="a list as long as sample_id, of one entry or more",
+                came=f"{value!r}",
+                todo="Fix the row.",
+            )
 
 
 def check_row(schema: Schema, row: Row, where: Where, number: int) -> None:

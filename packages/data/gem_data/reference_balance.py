@@ -35,9 +35,17 @@ def reference_load(schema: Schema, row: Mapping[str, Any], model: CostModel | No
         events[stream.name] = min(length, limit)
     if model is None:
         return float(sum(events.values()))
-    total = model.per_sample
+    count = len(row["sample_id"]) if schema.impression else 1
+    total = model.per_sample + model.per_impression * (count - 1)
     for term in model.terms:
-        total += term.coefficient * reference_pairs(term, events[term.stream])
+        pairs = reference_pairs(term, events[term.stream])
+        if term.repeated:
+            pairs *= count
+        else:
+            # Further candidates meet what the last token meets, or are one token each.
+            seen = pairs - reference_pairs(term, events[term.stream] - 1) if term.pairs else 1
+            pairs += term.targets * (count - 1) * seen
+        total += term.coefficient * pairs
     return total
 
 

@@ -16,7 +16,7 @@ Shapes: R rows, T tasks, F dense features, K scalar ids, N events of one stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from gem_data.interface import DataError, Schema
-from gem_data.schema import Column, columns, did_you_mean, stream_columns
+from gem_data.schema import Column, columns, did_you_mean, impression_part, request_part, stream_columns
 
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
@@ -38,11 +38,13 @@ class Where:
     """Where rows come from, for messages. `row_group` is None for rows that were never in a file.
 
     `first_row` is added to row numbers: the rows at hand are a part of what the reader of the message knows.
+    `owners` (I,): the numbers at hand are those of impressions; impression i belongs to row owners[i].
     """
 
     file: str
     row_group: int | None = None
     first_row: int = 0
+    owners: Int64 | None = None
 
     def error(
         self,
@@ -59,8 +61,12 @@ class Where:
         if self.row_group is not None:
             place.append(f"row group {self.row_group}")
         if row is not None:
+            inside = ""
+            if self.owners is not None:
+                own = np.flatnonzero(self.owners == self.owners[row])
+                inside, row = f", impression {row - int(own[0])} of {own.size}", int(self.owners[row])
             row += self.first_row
-            place.append(f"row {row}" if sample_id is None else f"row {row} (sample_id {sample_id})")
+            place.append((f"row {row}" if sample_id is None else f"row {row} (sample_id {sample_id})") + inside)
         if column is not None:
             place.append(f"column {column}")
         message = f"{', '.join(place)}: expected {expected}, came {came}. {todo}"
@@ -92,6 +98,8 @@ class Rows:
     scalars  (K, R) int64
     lists    one Jagged per schema.lists; streams one Events per schema.streams, in schema order
     origin   (R, 3) int64: file, row group, row within the group (-1, -1, row for rows that were never in a file)
+    inner, bounds  of requests: their impressions as rows (of schema.impression_part; the rest is of request_part), and
+             (R + 1,) whose are whose: request r has the inner rows bounds[r]:bounds[r + 1]. None where rows are plain
     """
 
     keys: Int64
@@ -102,6 +110,8 @@ class Rows:
     lists: tuple[Jagged, ...]
     streams: tuple[Events, ...]
     origin: Int64
+    inner: Rows | None = None
+    bounds: Int64 | None = None
 
     def __len__(self) -> int:
         return int(self.keys.shape[1])
@@ -137,6 +147,8 @@ def decode(schema: Schema, table: pa.Table, where: Where, *, file_index: int = -
 
     Raises DataError for nulls and for parallel lists of unequal length. Values are checked in validation.py.
     """
+    if schema.impression:
+        return _decode_requests(schema, table, where, file_index)
     count = table.num_rows
     sample_ids = _flat(table, "sample_id", where, None)
 
@@ -171,7 +183,71 @@ def decode(schema: Schema, table: pa.Table, where: Where, *, file_index: int = -
     )
 
 
-def _join_offsets(parts: Sequence[Int64]) -> Int64:
+def _decode_requests(schema: Schema, table: pa.Table, where: Where, file_index: int) -> Rows:
+    """Requests as rows of one schema and their impressions as rows of another: both are ordinary Arrow tables, since
+    the flattened child of a list column is a column."""
+    each, bounds = _impression_columns(schema, table, where)
+    if table.num_rows and not int(np.diff(bounds).min()):
+        raise where.error(
+            column="sample_id",
+            row=int(np.flatnonzero(np.diff(bounds) == 0)[0]),
+            expected="at least one impression in every request",
+            came="an empty list",
+            todo="Leave requests without impressions out.",
+        )
+    once = {name: table.column(name) for name in table.column_names if name not in each}
+    owners = np.repeat(np.arange(table.num_rows), np.diff(bounds))
+    rows = decode(
+        request_part(schema),
+        pa.table({**once, "sample_id": each["sample_id"].take(pa.array(bounds[:-1]))}),
+        where,
+        file_index=file_index,
+    )
+    keys = {name: pa.array(rows.keys[number][owners]) for number, name in ((1, "user_id"), (2, "timestamp"))}
+    inner = decode(impression_part(schema), pa.table({**each, **keys}), replace(where, owners=owners))
+    return replace(rows, inner=replace(inner, origin=rows.origin[owners]), bounds=bounds)
+
+
+def _impression_columns(schema: Schema, table: pa.Table, where: Where) -> tuple[dict[str, pa.ChunkedArray], Int64]:
+    """Every impression-level column flattened, and their common offsets."""
+    found: dict[str, pa.ChunkedArray] = {}
+    bounds = np.zeros(1, np.int64)
+    for name in (column.name for column in columns(schema) if column.each):
+        column = table.column(name)
+        if column.null_count:
+            raise _null_error(column, name, where, None)
+        flat, offsets = _flattened(column)
+        if not found:
+            bounds = offsets
+        elif not np.array_equal(offsets, bounds):
+            row = int(np.flatnonzero(np.diff(offsets) != np.diff(bounds))[0])
+            raise where.error(
+                column=name,
+                row=row,
+                expected=f"a list as long as sample_id ({int(np.diff(bounds)[row])} impressions)",
+                came=f"{int(np.diff(offsets)[row])} entries",
+                todo="Labels, weights and the features that schema.json names in `impression` have one entry for each "
+                "impression of the request: write them with equal lengths.",
+            )
+        found[name] = flat
+    return found, bounds
+
+
+def _flattened(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, Int64]:
+    """A list column without nulls as one column of its elements, and (R + 1,) offsets."""
+    flats, offsets = [], [np.zeros(1, np.int64)]
+    for chunk in column.chunks:
+        bounds = chunk.offsets.to_numpy()
+        if len(bounds):
+            # A sliced array keeps the whole `values`: the part that belongs to it is bounds[0]:bounds[-1].
+            flats.append(chunk.values.slice(bounds[0], bounds[-1] - bounds[0]))
+            offsets.append(bounds.astype(np.int64) - int(bounds[0]))
+    joined = pa.chunked_array(flats, type=column.type.value_type)
+    return joined, offsets[-1] if len(offsets) == 2 else join_offsets(offsets)
+
+
+def join_offsets(parts: Sequence[Int64]) -> Int64:
+    """Offsets of the rows of all parts, one behind the other: [0, 2] and [0, 1, 3] -> [0, 2, 3, 5]."""
     ends = np.cumsum([0] + [int(part[-1]) for part in parts])
     return np.concatenate(
         [np.zeros(1, np.int64), *(part[1:] + end for part, end in zip(parts, ends[:-1], strict=True))]
@@ -214,7 +290,7 @@ def _jagged(table: pa.Table, name: str, where: Where, sample_ids: Int64) -> Jagg
         return Jagged(values=np.empty(0, np.int64), offsets=np.zeros(1, np.int64))
     if len(values) == 1:
         return Jagged(values=values[0], offsets=offsets[0])
-    return Jagged(values=np.concatenate(values), offsets=_join_offsets(offsets))
+    return Jagged(values=np.concatenate(values), offsets=join_offsets(offsets))
 
 
 def _events(names: Sequence[str], parts: Sequence[Jagged], sample_ids: Int64, where: Where) -> Events:
@@ -257,10 +333,22 @@ def _null_element_error(name: str, row: int, where: Where, sample_ids: Int64) ->
 
 
 def _fits(column: Column, came: pa.DataType) -> bool:
-    if column.kind == "list":
-        return bool((pa.types.is_list(came) or pa.types.is_large_list(came)) and came.value_type == pa.int64())
+    if column.each or column.kind == "list":
+        if not (pa.types.is_list(came) or pa.types.is_large_list(came)):
+            return False
+        inside = Column(name=column.name, kind=column.kind if column.each else "int")
+        return _fits(inside, came.value_type)
     return bool(came == ARROW_TYPES[column.kind])
 
 
 def _type_text(column: Column) -> str:
-    return "list<int64>" if column.kind == "list" else str(ARROW_TYPES[column.kind])
+    inside = "list<int64>" if column.kind == "list" else str(ARROW_TYPES[column.kind])
+    return f"list<{inside}>" if column.each else inside
+
+
+def arrow_type(column: Column, *, nullable: bool = False) -> pa.DataType:
+    """The Arrow type in which `column` is written; nullable: its list elements."""
+    inside = ARROW_TYPES[column.kind]
+    if column.kind == "list":
+        inside = pa.list_(pa.field("element", pa.int64(), nullable=nullable))
+    return pa.list_(pa.field("element", inside, nullable=nullable)) if column.each else inside

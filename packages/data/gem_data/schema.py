@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gem_data.interface import INTERFACE_VERSION, DataError, IdFeature, Schema, StreamInfo
+from gem_data.interface import INTERFACE_VERSION, DataError, IdFeature, LabelInfo, Schema, StreamInfo
 from gem_data.remote import RemotePath, data_path
 
 SCHEMA_FILE = "schema.json"
@@ -38,10 +38,12 @@ _HASH = re.compile(r"[0-9a-f]{16}")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column that a schema asks for: `kind` is "int", "float" or "list" (of int64)."""
+    """A column that a schema asks for: `kind` is "int", "float" or "list" (of int64); `each`: a list of these, one
+    entry an impression."""
 
     name: str
     kind: str
+    each: bool = False
 
 
 def columns(schema: Schema) -> tuple[Column, ...]:
@@ -59,7 +61,40 @@ def columns(schema: Schema) -> tuple[Column, ...]:
     found += [Column(name=f"dense.{name}", kind="float") for name in schema.dense]
     for stream in schema.streams:
         found += [Column(name=name, kind="list") for name in stream_columns(stream)]
+    if schema.impression:
+        found = [dataclasses.replace(column, each=is_impression(schema, column.name)) for column in found]
     return tuple(found)
+
+
+def is_impression(schema: Schema, column: str) -> bool:
+    """Whether `column` has one entry an impression, where a row is a request."""
+    always = column == "sample_id" or column.startswith(("label.", "weight."))
+    return bool(schema.impression) and (always or column in schema.impression)
+
+
+def request_part(schema: Schema) -> Schema:
+    """What stands once in a request, as a schema of plain rows: no labels, and sample_id is the first impression's."""
+    return _part(schema, of_impressions=False, labels=(), streams=schema.streams)
+
+
+def impression_part(schema: Schema) -> Schema:
+    """What each impression has, as a schema of plain rows; user_id and timestamp are the request's."""
+    return _part(schema, of_impressions=True, labels=schema.labels, streams=())
+
+
+def _part(
+    schema: Schema, *, of_impressions: bool, labels: tuple[LabelInfo, ...], streams: tuple[StreamInfo, ...]
+) -> Schema:
+    own = set(schema.impression)
+    return dataclasses.replace(
+        schema,
+        labels=labels,
+        scalars=tuple(f for f in schema.scalars if (f"id.{f.name}" in own) == of_impressions),
+        lists=tuple(f for f in schema.lists if (f"ids.{f.name}" in own) == of_impressions),
+        dense=tuple(name for name in schema.dense if (f"dense.{name}" in own) == of_impressions),
+        streams=streams,
+        impression=(),
+    )
 
 
 def stream_columns(stream: StreamInfo) -> tuple[str, ...]:
@@ -95,6 +130,14 @@ def select(schema: Schema, *, features: Sequence[str] = (), labels: Sequence[str
         dense=tuple(name for name in schema.dense if f"dense.{name}" in features),
         streams=tuple(cut for stream in schema.streams if (cut := _selected_stream(stream, features)) is not None),
     )
+    if schema.impression:
+        own = tuple(column for column in schema.impression if column in features)
+        if not own:
+            raise ValueError(
+                "features: expected at least one that each impression of a request has of its own "
+                f"({', '.join(schema.impression)}), without which they are all alike; came none"
+            )
+        chosen = dataclasses.replace(chosen, impression=own)
     used = {table for _, table in chosen.id_features()}
     return dataclasses.replace(chosen, tables=tuple(table for table in schema.tables if table.name in used))
 
@@ -147,6 +190,8 @@ def schema_from_dict(value: Mapping[str, Any], *, source: str = SCHEMA_FILE) -> 
 def schema_to_dict(schema: Schema) -> dict[str, Any]:
     """The JSON form of `schema`; schema_from_dict reads it back."""
     plain = json.loads(json.dumps(dataclasses.asdict(schema), allow_nan=False))
+    if not schema.impression:  # as it was before there were requests
+        del plain["impression"]
     return {VERSION_KEY: list(INTERFACE_VERSION), **plain}
 
 
@@ -189,6 +234,7 @@ def check_schema(schema: Schema, *, source: str = SCHEMA_FILE) -> None:
     _check_tables(source, "lists", schema.lists, tables)
     for stream in schema.streams:
         _check_stream(source, stream, tables)
+    _check_impression(source, schema)
     _check_names(source, "files", [file.path for file in schema.files], pattern=None)
     for file in schema.files:
         _check_file(source, file.path, file.split)
@@ -203,6 +249,24 @@ def check_schema(schema: Schema, *, source: str = SCHEMA_FILE) -> None:
         if file.xxh3 and _HASH.fullmatch(file.xxh3) is None:
             raise DataError(
                 f'{source}: files: xxh3 of {file.path}: expected 16 hexadecimal digits or nothing, came "{file.xxh3}".',
+                file=source,
+            )
+
+
+def _check_impression(source: str, schema: Schema) -> None:
+    _check_names(source, "impression", schema.impression, pattern=None)
+    known = [f"id.{feature.name}" for feature in schema.scalars] + [f"ids.{feature.name}" for feature in schema.lists]
+    known += [f"dense.{name}" for name in schema.dense]
+    for column in schema.impression:
+        if column.startswith(("label.", "weight.", "sample_id")):
+            why = ": labels, weights and sample_id always belong to impressions, leave them out"
+        elif column.startswith("stream."):
+            why = ": streams are the user's, once in a request"
+        else:
+            why = did_you_mean(column, known)
+        if column not in known:
+            raise DataError(
+                f'{source}: impression: expected columns of scalars, lists and dense features, came "{column}"{why}.',
                 file=source,
             )
 

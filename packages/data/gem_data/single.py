@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from gem_data.collate import Part, collate
 from gem_data.interface import Batch, Schema
-from gem_data.rows import ARROW_TYPES, Where, check_types, decode
+from gem_data.rows import Where, arrow_type, check_types, decode
 from gem_data.schema import Column, columns, did_you_mean
 from gem_data.validation import check_values
 
@@ -53,7 +53,9 @@ def batch_from_dicts(
     """Rows given as {column name: value}, lists as Python lists, as one Batch.
 
     scoring  labels and weights may be missing, and become 0: a row of weight 0 adds nothing to a loss or a metric.
-             sample_id may be missing (then the row number) and user_id too (then 0).
+             sample_id may be missing (then the number of the row, or of the impression) and user_id too (then 0).
+
+    A request (Schema.impression) has a list, one entry an impression, wherever the columns ask for one.
 
     Raises DataError naming row and column for missing or unknown columns, values of another type, and all that is
     checked in reading files.
@@ -76,13 +78,39 @@ def batch_from_dicts(
     ([3, 4, 7, 8], [1, 1, 2, 0], [0, 2, 2])
     """
     wanted = {column.name: column for column in columns(schema)}
-    filled = [_filled(row, number, wanted, scoring) for number, row in enumerate(rows)]
+    filled, first = [], 0
+    for number, row in enumerate(rows):
+        count = _impressions(row, number, wanted) if schema.impression else None
+        filled.append(_filled(row, number, wanted, scoring, first, count))
+        first += 1 if count is None else count
     arrays = {name: _array(column, [row[name] for row in filled]) for name, column in wanted.items()}
     return batch_from_table(schema, pa.table(arrays), max_length=max_length, step=step)
 
 
-def _filled(row: Mapping[str, Any], number: int, wanted: Mapping[str, Column], scoring: bool) -> dict[str, Any]:
-    """The row with what scoring allows to leave out."""
+def _impressions(row: Mapping[str, Any], number: int, wanted: Mapping[str, Column]) -> int:
+    """Entries of the first column given that has one an impression; decoding compares the others with it."""
+    for name, column in wanted.items():
+        if column.each and name in row:
+            if isinstance(row[name], (list, tuple, np.ndarray)):
+                return len(row[name])
+            raise _WHERE.error(
+                row=number,
+                column=name,
+                expected="a list with one entry an impression",
+                came=f"{row[name]!r:.60}",
+                todo="This schema describes requests: see `impression` in schema.json.",
+            )
+    return 0
+
+
+def _filled(
+    row: Mapping[str, Any], number: int, wanted: Mapping[str, Column], scoring: bool, first: int, count: int | None
+) -> dict[str, Any]:
+    """The row with what scoring allows to leave out. first: samples before it; count: impressions of a request."""
+
+    def each(value: Any) -> Any:
+        return value if count is None else [value] * count
+
     for name in row:
         if name not in wanted:
             raise _WHERE.error(
@@ -94,14 +122,14 @@ def _filled(row: Mapping[str, Any], number: int, wanted: Mapping[str, Column], s
             )
     filled = dict(row)
     if scoring:
-        filled.setdefault("sample_id", number)
+        filled.setdefault("sample_id", first if count is None else list(range(first, first + count)))
         filled.setdefault("user_id", 0)
         for name in wanted:
             if name.startswith(("label.", "weight.")):
-                filled.setdefault(name, 0.0)
+                filled.setdefault(name, each(0.0))
         for name in wanted:
             if name.startswith("label.") and name not in row:
-                filled[name.replace("label.", "weight.", 1)] = 0.0
+                filled[name.replace("label.", "weight.", 1)] = each(0.0)
     for name in wanted:
         if name not in filled:
             raise _WHERE.error(
@@ -115,13 +143,13 @@ def _filled(row: Mapping[str, Any], number: int, wanted: Mapping[str, Column], s
 
 
 def _array(column: Column, values: list[Any]) -> pa.Array:
-    wanted = ARROW_TYPES[column.kind]
+    wanted = arrow_type(column)
     for number, value in enumerate(values):
-        if value is not None and not _fits(column.kind, value):
+        if value is not None and not (_all_fit if column.each else _fits)(column.kind, value):
             raise _WHERE.error(
                 row=number,
                 column=column.name,
-                expected="a list of whole numbers" if column.kind == "list" else _EXPECTED[column.kind],
+                expected=("a list, for each impression " if column.each else "") + _EXPECTED[column.kind],
                 came=f"{value!r:.60}",
                 todo="Convert the value before.",
             )
@@ -129,7 +157,14 @@ def _array(column: Column, values: list[Any]) -> pa.Array:
     return pa.array(values, wanted)
 
 
-_EXPECTED = MappingProxyType({"int": "a whole number of 64 bits", "float": "a number"})
+_EXPECTED = MappingProxyType(
+    {"int": "a whole number of 64 bits", "float": "a number", "list": "a list of whole numbers"}
+)
+
+
+def _all_fit(kind: str, value: Any) -> bool:
+    """Whether `value` lists an entry of `kind` for each impression."""
+    return isinstance(value, (list, tuple, np.ndarray)) and all(part is None or _fits(kind, part) for part in value)
 
 
 def _fits(kind: str, value: Any) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from gem_data.interface import IdFeature, LabelInfo, Schema, StreamInfo, TableInfo
-from gem_data.rows import ARROW_TYPES
+from gem_data.rows import ARROW_TYPES, arrow_type
 from gem_data.schema import columns
 from gem_data.writing import write_dataset
 
@@ -90,3 +91,55 @@ def write_tiny(
         later = TINY_START + 10 * train_rows
         tables["eval"] = tiny_table(rows=eval_rows, seed=seed, first_sample=train_rows, start=later)
     return write_dataset(directory, tiny_schema(), tables, rows_per_file=rows_per_file, rows_per_group=rows_per_group)
+
+
+def tiny_request_schema() -> Schema:
+    """tiny_schema with requests as rows: each impression has its item, genres and price; a second bag is the user's."""
+    plain = tiny_schema()
+    return dataclasses.replace(
+        plain,
+        name="tiny-requests",
+        lists=(*plain.lists, IdFeature(name="tastes", table="genre")),
+        impression=("id.item", "ids.genres", "dense.price"),
+    )
+
+
+def tiny_request_table(*, rows: int, seed: int, first_sample: int = 0, start: int = TINY_START) -> pa.Table:
+    """`rows` random valid requests of `tiny_request_schema`, of 1 to 4 impressions."""
+    rng = np.random.default_rng((seed, first_sample, 1))
+    counts = rng.integers(1, 5, rows)
+    users = tiny_table(rows=rows, seed=seed, first_sample=first_sample, start=start)
+    own = tiny_table(rows=int(counts.sum()), seed=seed + 1, first_sample=first_sample, start=start)
+    bounds = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
+    arrays = {}
+    for column in columns(tiny_request_schema()):
+        if column.name == "ids.tastes":
+            array = pa.array([rng.integers(0, 7, n) for n in rng.integers(0, 3, rows)], arrow_type(column))
+        elif column.each:
+            inner = own.column(column.name).combine_chunks()
+            array = pa.ListArray.from_arrays(bounds, inner).cast(arrow_type(column))
+        else:
+            array = users.column(column.name)
+        arrays[column.name] = array
+    return pa.table(arrays)
+
+
+def write_tiny_requests(
+    directory: str | Path,
+    *,
+    train_rows: int = 60,
+    eval_rows: int = 20,
+    seed: int = 0,
+    rows_per_file: int = 40,
+    rows_per_group: int = 9,
+) -> Schema:
+    """Like write_tiny, of requests; sample ids of eval follow those of train."""
+    train = tiny_request_table(rows=train_rows, seed=seed)
+    tables = {"train": train}
+    if eval_rows:
+        first = sum(len(ids) for ids in train.column("sample_id").to_pylist())
+        later = TINY_START + 10 * train_rows
+        tables["eval"] = tiny_request_table(rows=eval_rows, seed=seed, first_sample=first, start=later)
+    return write_dataset(
+        directory, tiny_request_schema(), tables, rows_per_file=rows_per_file, rows_per_group=rows_per_group
+    )

@@ -9,12 +9,14 @@ huge one. Only when a check fails is the failing row looked for.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator
 
 import numpy as np
 
 from gem_data.interface import DataError, LoaderConfig, Schema, StreamInfo, TableInfo
 from gem_data.rows import Events, Int64, Rows, Where
+from gem_data.schema import impression_part, request_part
 
 _FIX = "Fix the rows where they are written; `gemline data verify` lists every such place."
 
@@ -29,7 +31,13 @@ def check_values(schema: Schema, rows: Rows, where: Where, *, open_ids: Collecti
 
 
 def find_problems(schema: Schema, rows: Rows, where: Where, *, open_ids: Collection[str] = ()) -> Iterator[DataError]:
-    """The first problem of every column, in column order."""
+    """The first problem of every column, in column order (of requests: first those of their impressions)."""
+    if rows.inner is not None:
+        assert rows.bounds is not None
+        owners = np.repeat(np.arange(len(rows)), np.diff(rows.bounds))
+        inside = dataclasses.replace(where, owners=owners)
+        yield from find_problems(impression_part(schema), rows.inner, inside, open_ids=open_ids)
+        schema = request_part(schema)
     yield from _label_problems(schema, rows, where)
     tables = {table.name: table for table in schema.tables}
     for index, feature in enumerate(schema.scalars):

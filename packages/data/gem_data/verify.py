@@ -8,7 +8,7 @@ but a flipped bit in it would pass unnoticed). pyarrow does not say whether a pa
 header of every column chunk is looked at here: the Parquet format puts four integers at its start, the fourth being the
 CRC.
 
-Cost: one pass of decoding and one of hashing; 8 bytes a row are held for the sample ids.
+Cost: one pass of decoding and one of hashing; 8 bytes a sample are held for the sample ids, of requests 16.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +39,7 @@ class Report:
     problems   at most MAX_PROBLEMS DataErrors; `cut` says whether there were more
     warnings   texts
     rows       rows read per split; row_groups, files, bytes over all splits
+    impressions  of each split whose rows are requests
     """
 
     directory: str
@@ -50,6 +51,7 @@ class Report:
     warnings: tuple[str, ...]
     cut: bool
     seconds: float
+    impressions: dict[str, int] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -58,8 +60,11 @@ class Report:
 
     def __str__(self) -> str:
         rows = ", ".join(f"{count} {split}" for split, count in self.rows.items())
+        rows += " rows"
+        if self.impressions:
+            rows += f" ({', '.join(f'{count} {split}' for split, count in self.impressions.items())} impressions)"
         lines = [
-            f"{self.directory}: {rows} rows in {self.files} files, {self.row_groups} row groups, "
+            f"{self.directory}: {rows} in {self.files} files, {self.row_groups} row groups, "
             f"{self.bytes / 1e6:.1f} MB, read in {self.seconds:.1f} s"
         ]
         lines += [f"warning: {text}" for text in self.warnings]
@@ -80,6 +85,7 @@ class _Totals:
     sample_ids: list[Int64]
     places: list[tuple[Where, int]]  # place and first index of every decoded row group
     decoded: int
+    impressions: dict[str, int]
     spans: dict[str, tuple[int, int]]  # earliest and latest timestamp per split
 
 
@@ -88,7 +94,7 @@ def verify_dataset(directory: str | Path | RemotePath) -> Report:
     started = time.perf_counter()
     directory = data_path(directory)
     schema = read_schema(directory)
-    totals = _Totals(rows={}, row_groups=0, bytes=0, sample_ids=[], places=[], decoded=0, spans={})
+    totals = _Totals(rows={}, row_groups=0, bytes=0, sample_ids=[], places=[], decoded=0, impressions={}, spans={})
     problems: list[DataError] = []
     warnings = list(_stray_files(directory, schema))
     cut = False
@@ -106,6 +112,7 @@ def verify_dataset(directory: str | Path | RemotePath) -> Report:
         problems=tuple(problems),
         warnings=tuple(warnings),
         cut=cut,
+        impressions=totals.impressions,
         seconds=time.perf_counter() - started,
     )
 
@@ -171,9 +178,13 @@ def _hash_problems(directory: Path | RemotePath, info: FileInfo, warnings: list[
 
 def _count(rows: Rows, where: Where, split: str, totals: _Totals) -> None:
     totals.rows[split] = totals.rows.get(split, 0) + len(rows)
+    samples = rows if rows.inner is None else rows.inner
+    if rows.bounds is not None:
+        where = dataclasses.replace(where, owners=np.repeat(np.arange(len(rows)), np.diff(rows.bounds)))
+        totals.impressions[split] = totals.impressions.get(split, 0) + len(samples)
     totals.places.append((where, totals.decoded))
-    totals.sample_ids.append(rows.keys[0].copy())
-    totals.decoded += len(rows)
+    totals.sample_ids.append(samples.keys[0].copy())
+    totals.decoded += len(samples)
     if len(rows):
         low, high = int(rows.keys[2].min()), int(rows.keys[2].max())
         before = totals.spans.get(split, (low, high))
@@ -190,6 +201,7 @@ def _repeated_samples(totals: _Totals) -> Iterator[DataError]:
         place = int(again.min())
         first = int(np.flatnonzero(ids == ids[place])[0])
         (where, row), (other, other_row) = _place(totals, place), _place(totals, first)
+        other_row = other_row if other.owners is None else int(other.owners[other_row])
         yield where.error(
             column="sample_id",
             row=row,

@@ -25,7 +25,7 @@ Shapes: R rows, B chosen rows, C columns: K keys of the batch, then actions and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gem_data.interface import DataError, Schema
-from gem_data.rows import Float32, Int64, Rows
+from gem_data.rows import Float32, Int64, Rows, join_offsets
+from gem_data.schema import impression_part, request_part
 
 Limits = Sequence[int | Int64]
 """Most events that rows of a group keep, for each stream: one number, or one for each row."""
@@ -49,7 +50,10 @@ _REACH = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """R rows. keys (3, R), labels, weights, dense, origin: as in `Rows`; views (C, R, 4) int32 into `buffers`."""
+    """R rows. keys (3, R), labels, weights, dense, origin: as in `Rows`; views (C, R, 4) int32 into `buffers`.
+
+    inner, bounds  of requests, as in `Rows`: the window of their impressions, and whose are whose
+    """
 
     keys: Int64
     labels: Float32
@@ -58,6 +62,8 @@ class Window:
     origin: Int64
     views: npt.NDArray[np.int32]
     buffers: tuple[pa.Buffer, ...]
+    inner: Window | None = None
+    bounds: Int64 | None = None
 
     def __len__(self) -> int:
         return int(self.keys.shape[1])
@@ -70,6 +76,11 @@ def limits_of(schema: Schema, max_length: int | None) -> list[int]:
 
 def join(schema: Schema, groups: Sequence[Rows], limits: Sequence[Limits]) -> Window:
     """The window of the rows of all `groups` (at least one), one group behind the other, cut to limits[group]."""
+    if schema.impression:
+        own = [group.inner for group in groups if group.inner is not None]
+        bounds = [group.bounds for group in groups if group.bounds is not None]
+        users, inner = join(request_part(schema), groups, limits), join(impression_part(schema), own, [[]] * len(own))
+        return replace(users, inner=inner, bounds=join_offsets(bounds))
     rows = sum(map(len, groups))
     columns = len(schema.id_features()) + 2 * len(schema.streams)
     views = np.zeros((columns, rows, 4), np.int32)

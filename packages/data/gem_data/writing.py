@@ -26,7 +26,7 @@ from gem_data.blocks import block_hashes
 from gem_data.hashing import file_hash
 from gem_data.interface import DataError, FileInfo, Schema
 from gem_data.remote import local_only
-from gem_data.rows import ARROW_TYPES, Where, check_types, decode
+from gem_data.rows import Where, arrow_type, check_types, decode
 from gem_data.schema import SCHEMA_FILE, SPLITS, check_schema, columns, did_you_mean, schema_from_dict, schema_to_dict
 from gem_data.validation import check_values
 
@@ -148,10 +148,7 @@ def _groups(
 
 
 def _arrow_schema(schema: Schema, *, nullable: bool) -> pa.Schema:
-    if not nullable:
-        return pa.schema([pa.field(c.name, ARROW_TYPES[c.kind], nullable=False) for c in columns(schema)])
-    loose = {**ARROW_TYPES, "list": pa.list_(pa.field("element", pa.int64()))}
-    return pa.schema([pa.field(c.name, loose[c.kind]) for c in columns(schema)])
+    return pa.schema([pa.field(c.name, arrow_type(c, nullable=nullable), nullable=nullable) for c in columns(schema)])
 
 
 def _group_rows(table: pa.Table) -> int:

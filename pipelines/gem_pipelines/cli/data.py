@@ -1,4 +1,4 @@
-"""gemline data prepare | inspect | verify | ledger"""
+"""gemline data prepare | inspect | verify | requests | impressions | ledger"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from gem_pipelines.cli.parser import Parser
 from gem_pipelines.errors import ConfigError, did_you_mean
 
-_VERBS = ("prepare", "inspect", "verify", "ledger")
+_VERBS = ("prepare", "inspect", "verify", "requests", "impressions", "ledger")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -17,13 +17,16 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(
             "usage: gemline data prepare NAME --out DIR [option=value ...]\n"
-            "       gemline data inspect DIR\n       gemline data verify DIR\n       gemline data ledger RUN"
+            "       gemline data inspect DIR\n       gemline data verify DIR\n"
+            "       gemline data requests DIR --out DIR --impression COLUMN ...\n"
+            "       gemline data impressions DIR --out DIR\n       gemline data ledger RUN"
         )
         return 0 if arguments else 1
     verb, rest = arguments[0], arguments[1:]
     if verb not in _VERBS:
         raise ConfigError(f"unknown command 'data {verb}'; {did_you_mean(verb, _VERBS)}")
-    return {"prepare": prepare, "inspect": inspect, "verify": verify, "ledger": ledger}[verb](rest)
+    verbs = {"prepare": prepare, "inspect": inspect, "verify": verify, "ledger": ledger}
+    return (verbs | {"requests": requests, "impressions": impressions})[verb](rest)
 
 
 def prepare(arguments: Sequence[str]) -> int:
@@ -64,6 +67,45 @@ def verify(arguments: Sequence[str]) -> int:
     report = verify_dataset(directory)
     print(report)
     return 0 if report.ok else 1
+
+
+def requests(arguments: Sequence[str]) -> int:
+    """Join samples that were shown together into rows that are requests."""
+    parser = Parser(
+        prog="gemline data requests",
+        description="Write a data set of samples as one of requests: neighbouring samples of one user and timestamp "
+        "that differ only in the named columns become one row, which has the user's part once. Nothing is lost.",
+    )
+    parser.add_argument("directory", help="data set of samples")
+    parser.add_argument("--out", required=True, help="directory to make")
+    parser.add_argument(
+        "--impression",
+        nargs="+",
+        required=True,
+        help="columns that each impression has of its own, e.g. id.item dense.bid (labels and weights always are)",
+    )
+    known = parser.parse_args(arguments)
+    from gem_data.api import group_requests
+
+    schema = group_requests(known.directory, known.out, impression=known.impression)
+    print(f"ready: {sum(file.rows for file in schema.files):,} requests in {known.out}")
+    return 0
+
+
+def impressions(arguments: Sequence[str]) -> int:
+    """Write requests as a row for each impression: the inverse of `requests`."""
+    parser = Parser(
+        prog="gemline data impressions",
+        description="Write a data set of requests with a row for each impression, each with a copy of the user's part.",
+    )
+    parser.add_argument("directory", help="data set of requests")
+    parser.add_argument("--out", required=True, help="directory to make")
+    known = parser.parse_args(arguments)
+    from gem_data.api import expand_requests
+
+    schema = expand_requests(known.directory, known.out)
+    print(f"ready: {sum(file.rows for file in schema.files):,} samples in {known.out}")
+    return 0
 
 
 def ledger(arguments: Sequence[str]) -> int:

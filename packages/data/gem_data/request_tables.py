@@ -1,0 +1,176 @@
+"""Plain samples into requests and back: the same samples, with the user's part stored once or for each impression.
+
+A log is usually written an impression a row, with the history copied into every row. `group_requests` finds what was
+shown together, consecutive samples of one user and timestamp whose request-level features are equal to the bit, and
+writes them as one row; `expand_requests` undoes it. Nothing is lost or reordered: expanding what was grouped gives the
+table that it was made of. (Grouping what was expanded may join two neighbouring requests that are alike in everything
+but their impressions, which then are one request.)
+
+Only neighbours are joined, so a log sorted by time must be sorted by user within a second. Sizes fall by about the mean
+number of impressions times the share of the histories, and with them reading, hashing and decoding.
+
+    user 1 at second 50 was shown items 7 and 8, user 2 at second 50 item 7: three samples, requests of [7, 8] and [7]
+
+Cost: one pass; a row group at a time is in memory, and what is left of the request at its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from gem_data.interface import Schema
+from gem_data.remote import RemotePath
+from gem_data.rows import Int64, Jagged, Rows, Where, arrow_type, check_types, decode
+from gem_data.schema import SPLITS, check_schema, columns, read_schema, request_part
+from gem_data.shards import Shards
+from gem_data.writing import write_dataset
+
+_WHERE = Where(file="table")
+
+
+def request_schema(schema: Schema, impression: Sequence[str]) -> Schema:
+    """`schema` of plain samples as that of requests: `impression` names what each impression has of its own.
+
+    Raises DataError for names that the schema does not have, ValueError for none and for what is requests already.
+    """
+    if schema.impression:
+        raise ValueError("the samples are requests already (schema.json has `impression`); expand them first")
+    if not impression:
+        raise ValueError(
+            "impression: expected the features that each impression has of its own, such as id.item; came none"
+        )
+    found = dataclasses.replace(schema, impression=tuple(impression), files=())
+    check_schema(found, source="schema")
+    return found
+
+
+def to_requests(schema: Schema, tables: pa.Table | Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Tables of plain samples, one after the other, as tables of the requests of `schema` (`request_schema`).
+
+    A request may begin in one table and end in a later one. Raises DataError for columns that do not fit.
+    """
+    plain = dataclasses.replace(schema, impression=())
+    pending: pa.Table | None = None
+    for table in [tables] if isinstance(tables, pa.Table) else tables:
+        check_types(plain, table.schema, _WHERE)
+        table = table.select([column.name for column in columns(plain)])
+        joined = table if pending is None else pa.concat_tables([pending, table])
+        if not joined.num_rows:
+            continue
+        starts = _starts(schema, decode(plain, joined, _WHERE))
+        last = int(starts[-1])
+        pending = joined.slice(last)
+        if last:
+            yield _grouped(schema, joined.slice(0, last), starts[:-1])
+    if pending is not None:
+        yield _grouped(schema, pending, np.zeros(1, np.int64))
+
+
+def to_impressions(schema: Schema, table: pa.Table) -> pa.Table:
+    """A table of requests as plain samples, each with a copy of its request's part."""
+    check_types(schema, table.schema, _WHERE)
+    rows = decode(schema, table, _WHERE)
+    assert rows.bounds is not None
+    owners = pa.array(np.repeat(np.arange(len(rows)), np.diff(rows.bounds)))
+    arrays = {}
+    for column in columns(schema):
+        values = table.column(column.name).combine_chunks()
+        found = values.flatten() if column.each else values.take(owners)
+        arrays[column.name] = found.cast(arrow_type(dataclasses.replace(column, each=False), nullable=True))
+    return pa.table(arrays)
+
+
+def group_requests(
+    source: str | Path | RemotePath, target: str | Path, *, impression: Sequence[str], overwrite: bool = False
+) -> Schema:
+    """Write the plain samples of the data set `source` as requests into the directory `target`; returns its schema.
+
+    Raises DataError and ValueError as `request_schema` and `write_dataset` do; nothing is written then.
+    """
+    plain = read_schema(source)
+    schema = request_schema(plain, impression)
+    tables = {split: to_requests(schema, found) for split, found in _tables(source, plain).items()}
+    return write_dataset(target, schema, tables, overwrite=overwrite)
+
+
+def expand_requests(source: str | Path | RemotePath, target: str | Path, *, overwrite: bool = False) -> Schema:
+    """Write the requests of the data set `source` as plain samples: the inverse of `group_requests`.
+
+    Raises ValueError where the rows of `source` are no requests.
+    """
+    schema = read_schema(source)
+    if not schema.impression:
+        raise ValueError(f"{source}: expected requests (`impression` in schema.json), came plain samples")
+    tables = {
+        split: (to_impressions(schema, table) for table in found) for split, found in _tables(source, schema).items()
+    }
+    plain = dataclasses.replace(schema, impression=(), files=())
+    return write_dataset(target, plain, tables, overwrite=overwrite)
+
+
+def _tables(source: str | Path | RemotePath, schema: Schema) -> dict[str, Iterator[pa.Table]]:
+    def read(split: str) -> Iterator[pa.Table]:
+        shards = Shards(source, schema, split)
+        for footer in shards.footers:
+            for group in range(len(footer.group_rows)):
+                yield shards.read_table(footer.index, group)
+
+    present = {file.split for file in schema.files}
+    return {split: read(split) for split in SPLITS if split in present}
+
+
+def _starts(schema: Schema, rows: Rows) -> Int64:
+    """Numbers of the samples that begin a request: those that differ from the one before in what is the request's."""
+    plain = dataclasses.replace(schema, impression=())
+    once = request_part(schema)
+    new = np.ones(len(rows), bool)
+    new[1:] = _differs(rows.keys[1]) | _differs(rows.keys[2])
+    for number, feature in enumerate(plain.scalars):
+        if feature in once.scalars:
+            new[1:] |= _differs(rows.scalars[number])
+    for number, name in enumerate(plain.dense):
+        if name in once.dense:
+            new[1:] |= _differs(np.ascontiguousarray(rows.dense[:, number]).view(np.int32))
+    for feature, jagged in zip(plain.lists, rows.lists, strict=True):
+        if feature in once.lists:
+            new[1:] |= _lists_differ(jagged)
+    for events in rows.streams:
+        for values in events.columns:
+            new[1:] |= _lists_differ(Jagged(values=values, offsets=events.offsets))
+    return np.flatnonzero(new)
+
+
+def _differs(values: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
+    changed: npt.NDArray[np.bool_] = values[1:] != values[:-1]
+    return changed
+
+
+def _lists_differ(jagged: Jagged) -> npt.NDArray[np.bool_]:
+    """(R - 1,) whether list r + 1 is another one than list r."""
+    lengths = np.diff(jagged.offsets)
+    changed = _differs(lengths)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    # Where two lists are equally long, an element's partner lies that length before it.
+    alike = np.concatenate([[False], ~changed])[row]
+    place = np.flatnonzero(alike)
+    partner = place - lengths[row[place]]
+    changed[row[place[jagged.values[place] != jagged.values[partner]]] - 1] = True
+    return changed
+
+
+def _grouped(schema: Schema, table: pa.Table, starts: Int64) -> pa.Table:
+    """The samples of `table` as the requests that begin at `starts`."""
+    bounds = pa.array(np.append(starts, table.num_rows), pa.int32())
+    first = pa.array(starts)
+    arrays = {}
+    for column in columns(schema):
+        values = table.column(column.name).combine_chunks()
+        found = pa.ListArray.from_arrays(bounds, values) if column.each else values.take(first)
+        arrays[column.name] = found.cast(arrow_type(column, nullable=True))
+    return pa.table(arrays)
