@@ -57,6 +57,9 @@ class InterFormerSummary(nn.Module):
         recent = plan.config.recent_tokens
         self.extra_tokens = tuple(count for count in (plan.context, recent, plan.targets) if count)
 
+    def forward(self, x_TD: Tensor, packed: Packed) -> Tensor:
+        return self.join(*self.parts(x_TD, packed))
+
     def parts(self, x_TD: Tensor, packed: Packed) -> tuple[Tensor, ...]:
         """All that depends on the rows' lengths: pooled seeds, then CLS, recent events and candidate where they are."""
         tokens = [self.pool.attend(x_TD, packed)]

@@ -146,6 +146,9 @@ class HspSummary(nn.Module):
         self.pool = SeedPooling(plan, config)
         self.compress = SumKronLinear(own.seeds, own.summary_tokens, own.dim, terms=own.kron_terms)
 
+    def forward(self, x_TD: Tensor, packed: Packed) -> Tensor:
+        return self.join(*self.parts(x_TD, packed))
+
     def parts(self, x_TD: Tensor, packed: Packed) -> tuple[Tensor, ...]:
         """All that depends on the rows' lengths: pooled seeds, and the candidate's token."""
         pooled_BSD = self.pool.attend(x_TD, packed)

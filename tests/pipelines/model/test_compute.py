@@ -108,8 +108,9 @@ def test_compiled_by_inductor():
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_graphs_are_recorded_for_what_the_model_computes(kind):
-    """Without CUDA nothing is recorded; the recorder here runs each part on the inputs it is given, in order, and stands
-    in for it. Rows as recorded go through all of them, in that order, with the same bits; other rows through none.
+    """Without CUDA nothing is recorded; the recorder here runs each part on the inputs it is given, in order, and
+    stands in for it. Rows as recorded go through all of them, in that order, with the same bits; others
+    through none.
     """
     plain = build(KINDS[kind])
     model = build(KINDS[kind], plain.state_dict())
@@ -160,7 +161,7 @@ def test_graphs_are_refused_where_they_would_be_wrong(section, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         check_graphs(dataclasses.replace(config, **changed), torch.device("cuda"))
     check_graphs(config, torch.device("cuda"))
-    with pytest.raises(ConfigError, match="need train.device 'cuda'"):
+    with pytest.raises(ConfigError, match=r"need train\.device 'cuda'"):
         check_graphs(config, torch.device("cpu"))
 
 

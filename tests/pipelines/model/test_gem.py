@@ -141,9 +141,7 @@ def test_candidate_attends_to_the_history():
         embeddings["item"] = base.embeddings["item"] + item
         embeddings["clicks.item"] = base.embeddings["clicks.item"] + event
         caught = []
-        handle = model.last_summaries["clicks"].tokens.pool.register_forward_pre_hook(
-            lambda _, args: caught.append(args[0])
-        )
+        handle = model.last_summaries["clicks"].register_forward_pre_hook(lambda _, args: caught.append(args[0]))
         model(dataclasses.replace(base, embeddings=embeddings))
         handle.remove()
         return caught[0][-1]  # the candidate's token after the block
