@@ -22,9 +22,13 @@ _SEED = random.SystemRandom().randrange(2**32)  # another one every session, unl
 
 @pytest.fixture
 def count(request: pytest.FixtureRequest) -> Callable[..., int]:
-    """count(fast=200, full_count=10_000) -> how many tries this session makes; --share 10 makes 1,000 of them."""
+    """count(fast=200, full_count=10_000) -> how many tries this session makes; --share 10 makes 1,000 of
+    them (whole=True: a figure that no share divides).
+    """
     full, share = bool(request.config.getoption("--full")), int(request.config.getoption("--share"))
-    return lambda *, fast, full_count: -(-full_count // share) if full else fast
+    return lambda *, fast, full_count, whole=False: (
+        fast if not full else full_count if whole else -(-full_count // share)
+    )
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from gem_pipelines.config import TrainConfig
 from gem_pipelines.flight import ENDED, FlightRecorder, clear_flights
 from gem_pipelines.restarts import RestartLoopError, note_start
 from gem_pipelines.rundir import RunDirectory
-from gem_pipelines.runtime import Runtime
+from gem_pipelines.runtime import Runtime, launcher_process
 from gem_pipelines.watchdog import Watchdog
 
 
@@ -104,6 +104,7 @@ def supervise(
         attempt=number,
         given_s=config.hang_limit_s,
         before_s=config.timeout_s,
+        launcher=launcher_process(),
     )
     watchdog.start()
     return Supervision(recorder, watchdog)

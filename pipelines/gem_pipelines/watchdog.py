@@ -12,6 +12,8 @@ before enough steps are measured, and for phases that are no step (start, save, 
 alone in its job cannot be seen by another one: for the case that its GIL is held, faulthandler's own C thread ends it a
 little later, with its stacks.
 
+Where torchrun itself dies, its processes would train on unseen and hold the run's lock: they end, too.
+
 Why from inside: the processes to look at are children of torchrun, which knows nothing of steps; and stacks are only
 to be had from the process itself, or by tracing it, which containers forbid.
 
@@ -79,15 +81,27 @@ class StepLimit:
 
 
 class Watchdog:
-    """Watches this rank. `given_s`: train.hang_limit_s; `before_s`: limit where nothing is measured."""
+    """Watches this rank. `given_s`: train.hang_limit_s; `before_s`: limit where nothing is measured.
+
+    launcher  process that started this one, without which it must not go on; None: there is none
+    """
 
     def __init__(
-        self, run: Path, recorder: FlightRecorder, *, rank: int, attempt: int, given_s: float | None, before_s: float
+        self,
+        run: Path,
+        recorder: FlightRecorder,
+        *,
+        rank: int,
+        attempt: int,
+        given_s: float | None,
+        before_s: float,
+        launcher: int | None = None,
     ) -> None:
         self.flights, self.recorder, self.rank = run / "supervision", recorder, rank
         self.directory = run / "hang" / f"start-{attempt}"
         self._limit = StepLimit(given_s=given_s, before_s=before_s)
         self._before_s = before_s
+        self._launcher = launcher
         self._off = given_s == 0
         self._stop = threading.Event()
         self._signal_file: TextIO | None = None
@@ -130,9 +144,17 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stop.wait(min(0.25, self.limit_s() / 20)):
+            if self._launcher is not None and os.getppid() != self._launcher:
+                self._end_alone()
             waited = (time.monotonic_ns() - self.recorder.since_ns) / 1e9
             if waited > self.limit_s() and self.recorder.phase != ENDED:
                 self._end_all(waited)
+
+    def _end_alone(self) -> None:
+        """The launcher is dead: nobody would see how this process ends, and the next start needs its lock."""
+        sys.stderr.write(f"rank {self.rank}: the launcher, process {self._launcher}, is gone; this process ends\n")
+        sys.stderr.flush()
+        os._exit(1)
 
     def _end_all(self, waited: float) -> None:
         """Does not return."""

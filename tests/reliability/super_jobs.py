@@ -32,6 +32,7 @@ class Zygote:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
         self.running: set[int] = set()
+        self.port = 0
         self._codes: dict[int, int] = {}
         # A fork of several threads would be a fork of half a program; pyarrow's allocator is made for it.
         threads = [name for name in self._answer()["threads"] if name != "jemalloc_bg_thd"]
@@ -50,18 +51,24 @@ class Zygote:
         return self._answer()
 
     def start(
-        self, arguments: list[str], *, world: int, output: Path, faults: dict[int, dict[str, Any]] | None = None
+        self,
+        arguments: list[str],
+        *,
+        world: int,
+        output: Path,
+        faults: dict[int, dict[str, Any]] | None = None,
+        environment: dict[str, str] | None = None,
     ) -> list[int]:
-        """Processes of all ranks of one job."""
+        """Processes of all ranks of one job, with more in their environment; they meet at `port`."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+            self.port = port = free.getsockname()[1]
         pids = []
         for rank in range(world):
-            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-            environment |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            fault = (faults or {}).get(rank)
-            command = {"start": arguments, "environment": environment if world > 1 else {}, "fault": fault}
+            ranked = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+            ranked |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            fault, more = (faults or {}).get(rank), environment or {}
+            command = {"start": arguments, "environment": (ranked if world > 1 else {}) | more, "fault": fault}
             pids.append(self.ask({**command, "output": str(output)})["pid"])
         self.running |= set(pids)
         for pid in pids:

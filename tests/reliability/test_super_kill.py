@@ -1,8 +1,7 @@
 """T1 and T2 of whole jobs: killed with SIGKILL at random moments and at named places, restarted, equal to the last bit.
 
-Two ranks over gloo, a checkpoint every 10 steps; T1 over 60 steps (120 with --full), T2 over 60. The supervisor of
-these tests starts the same command again (`--auto-resume`) whenever the job has ended before its end. The model has two
-attention layers, one a stream.
+Two ranks over gloo, 60 steps, a checkpoint every 10. The supervisor of these tests starts the same command again
+(`--auto-resume`) whenever the job has ended before its end. The model has two attention layers, one a stream.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import pytest
 from gem_pipelines import failpoints
 from super_jobs import Zygote, digests, losses
 
-WORLD = 2
+WORLD, STEPS = 2, 60
 RANK_LIMIT_S = 30.0  # how long the others may live on after a rank died
 
 
@@ -38,17 +37,11 @@ def arguments(run, data, steps, *, beside):
 
 
 @pytest.fixture(scope="module")
-def steps(request):
-    """60; a procedure may ask for another number."""
-    return getattr(request, "param", 60)
-
-
-@pytest.fixture(scope="module")
-def straight(zygote, debug_data, steps, tmp_path_factory):
+def straight(zygote, debug_data, tmp_path_factory):
     """The job that nothing happened to: (losses by step, digests by step, seconds)."""
     run = tmp_path_factory.mktemp("straight") / "run"
     begin = time.monotonic()
-    pids = zygote.start(arguments(run, debug_data, steps, beside=True), world=WORLD, output=run.parent / "out")
+    pids = zygote.start(arguments(run, debug_data, STEPS, beside=True), world=WORLD, output=run.parent / "out")
     codes = zygote.wait(pids, seconds=200)
     assert codes == [0] * WORLD, (run.parent / "out").read_text()[-3000:]
     return losses(run), digests(run), time.monotonic() - begin
@@ -85,19 +78,14 @@ def finish(zygote, run, command, straight, *, seen):
     assert zygote.running == set()
 
 
-def pytest_generate_tests(metafunc):
-    if metafunc.function.__name__.startswith("test_t1") and metafunc.config.getoption("--full"):
-        metafunc.parametrize("steps", [120], indirect=True, scope="module")
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_t1_killed_at_random_moments(zygote, debug_data, steps, straight, rng, count, counted, tmp_path):
-    runs, most, kills, lost = count(fast=2, full_count=50), 4 if steps > 60 else 2, 0, 0
+def test_t1_killed_at_random_moments(zygote, debug_data, straight, rng, count, counted, tmp_path):
+    runs, most, kills, lost = count(fast=2, full_count=50), count(fast=2, full_count=4, whole=True), 0, 0
     for number in range(runs):
         (tmp_path / f"run-{number}.d").mkdir()
         run = tmp_path / f"run-{number}.d" / "run"
-        command = arguments(run, debug_data, steps, beside=rng.random() < 0.7)
+        command = arguments(run, debug_data, STEPS, beside=rng.random() < 0.7)
         seen = []
         for _ in range(rng.randint(1, most)):
             pids = zygote.start(command, world=WORLD, output=run.parent / "out")
@@ -112,7 +100,7 @@ def test_t1_killed_at_random_moments(zygote, debug_data, steps, straight, rng, c
             seen += before.items()
             durable = max(digests(run), default=0)
             lost = max(lost, max(before, default=0) - durable)
-            assert not alive or 0 not in codes or durable == steps
+            assert not alive or 0 not in codes or durable == STEPS
         finish(zygote, run, command, straight, seen=seen)
     counted("runs equal to the bit", f"{runs} of {runs}, {kills} kills")
     counted("most steps lost", lost)
@@ -122,14 +110,14 @@ def test_t1_killed_at_random_moments(zygote, debug_data, steps, straight, rng, c
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("beside", [True, False], ids=["beside", "in line"])
-def test_t2_jobs_killed_at_named_places(zygote, debug_data, steps, straight, rng, count, counted, beside, tmp_path):
+def test_t2_jobs_killed_at_named_places(zygote, debug_data, straight, rng, count, counted, beside, tmp_path):
     places = [(place, 0) for place in failpoints.WRITER]
     places += [(place, rank) for place in failpoints.EVERY_RANK for rank in range(WORLD)]
     chosen = rng.sample(places, count(fast=3, full_count=len(places)))
     for place, rank in chosen:
         (tmp_path / f"{place}-{rank}").mkdir()
         run = tmp_path / f"{place}-{rank}" / "run"
-        command = arguments(run, debug_data, steps, beside=beside)
+        command = arguments(run, debug_data, STEPS, beside=beside)
         hit = rng.randint(1, 2) if place == "during_gc" else rng.randint(2, 5)
         fault = {"name": "failpoint", "place": place, "hit": hit}
         pids = zygote.start(command, world=WORLD, output=run.parent / "out", faults={rank: fault})

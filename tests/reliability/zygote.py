@@ -49,7 +49,17 @@ def die(step: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-FAULTS = {f.__name__: f for f in (hold_gil, sleep, skip_collective, stop, die)}
+def leave(step: int) -> None:
+    """End as if all were well."""
+    os._exit(0)
+
+
+def fail(step: int) -> None:
+    """What no code of ours raises."""
+    raise RuntimeError("a fault of the program")
+
+
+FAULTS = {f.__name__: f for f in (hold_gil, sleep, skip_collective, stop, die, leave, fail)}
 
 
 def install(fault: dict[str, Any]) -> None:
@@ -63,12 +73,20 @@ def install(fault: dict[str, Any]) -> None:
         def hook(name: str) -> None:
             left[0] -= name == fault["place"]
             if name == fault["place"] and left[0] == 0:
+                if fault.get("error"):
+                    raise OSError(5, "Input/output error")
                 os.kill(os.getpid(), signal.SIGKILL)
 
         failpoints.install(hook)
         return
     if fault["name"] == "recapture":
         recapture(Path(fault["into"]))
+        return
+    if fault["name"] == "reader":
+        break_reader(fault["batch"])
+        return
+    if fault["name"] == "finally":
+        break_ending()
         return
     inner = Trainer.step
 
@@ -91,6 +109,31 @@ def recapture(into: Path) -> None:
         checkpoint.save(into, trainer, loader, keep=99)
 
     checkpoint.restore = restore
+
+
+def break_reader(batch: int) -> None:
+    """The loader's thread that reads ahead dies of what no code of ours raises."""
+    from gem_data.loader import ArrowLoader
+
+    inner = ArrowLoader.epoch
+
+    def epoch(self: Any) -> Any:
+        for number, item in enumerate(inner(self)):
+            if number == batch and self.split == "train":
+                raise MemoryError("the reader is gone")
+            yield item
+
+    ArrowLoader.epoch = epoch  # type: ignore[method-assign]
+
+
+def break_ending() -> None:
+    """What is closed at the end of a run raises."""
+    from gem_pipelines.checkpoint_saver import Saver
+
+    def close(self: Any) -> None:
+        raise RuntimeError("a fault while closing")
+
+    Saver.close = close  # type: ignore[method-assign]
 
 
 def run(command: dict[str, Any]) -> int:
