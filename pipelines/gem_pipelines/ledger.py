@@ -115,8 +115,16 @@ def verify_ledger(directory: Path, data: DataPath, *, quarantined: frozenset[int
     """Compare the ledger of a run with the sample ids of its training split, epoch by epoch.
 
     quarantined: ids that a finished epoch may lack. Left-out steps (trained False) count as accounted for.
+
+    Raises RunError where the ledger does not begin with the run.
     """
     ledger = read_ledger(directory)
+    first = int(ledger["step"][:1].sum())  # segments are in the order of steps; 0 where there is no row
+    if first > 1:
+        raise RunError(
+            f"{directory} begins at step {first}: --train.ledger True came later, or earlier segments were removed; "
+            "what was trained before is not known"
+        )
     wanted = _sample_ids(data)
     twice: list[int] = []
     lost: list[int] = []

@@ -195,7 +195,7 @@ def ahead(loader: Any) -> dict[str, Any]:
         loader._trained = kept
 
 
-def arguments(run: Path, data: Path, rng: random.Random) -> list[str]:
+def arguments(run: Path, data: Path, balance: str, rng: random.Random) -> list[str]:
     return [
         *("train", "--recipe", "debug", "--data", str(data), "--run-dir", str(run), "--auto-resume"),
         *("--data.global-batch-size", "40", "--train.steps", str(JOB_STEPS), "--train.eval-batch-size", "80"),
@@ -203,6 +203,7 @@ def arguments(run: Path, data: Path, rng: random.Random) -> list[str]:
         *("--train.tensorboard", "False", "--train.print-every", "1000", "--train.restart-limit", "50"),
         *("--train.ledger", "True", "--train.report", "False", "--train.predictions", "False"),
         *("--model.layers", "1", "--model.stream.blocks", "hstu", "--optimizer.schedule", "constant"),
+        *("--balance.method", balance),
         # What may change from start to start:
         *("--data.prefetch", str(rng.randint(0, 3)), "--train.checkpoint-every", str(rng.choice([1, 2, 3, 5]))),
         *("--train.checkpoint-async", str(rng.random() < 0.7), "--parallel.overlap", str(rng.random() < 0.5)),
@@ -234,26 +235,28 @@ def die(zygote: Zygote, run: Path, pids: list[int], rng: random.Random) -> bool:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_d1_whole_jobs_killed_and_resumed_at_other_sizes(debug_data, tmp_path, rng, count, counted):
-    schedules, kills, resumes, worlds = count(fast=3, full_count=100), 0, 0, set()
+    schedules, kills, resumes, worlds, balanced = count(fast=3, full_count=100), 0, 0, set(), 0
     zygote = Zygote()
     try:
         for number in range(schedules):
             parent = tmp_path / str(number)
             parent.mkdir()
-            run, output = parent / "run", parent / "out"
+            run, output, balance = parent / "run", parent / "out", rng.choice(["none", "none", "global"])
+            balanced += balance == "global"
             for _ in range(rng.randint(2, 3)):
                 worlds.add(world := rng.choice(WORLDS))
                 resumes += bool(list_steps(run / "checkpoints"))
-                pids = zygote.start(arguments(run, debug_data, rng), world=world, output=output)
+                pids = zygote.start(arguments(run, debug_data, balance, rng), world=world, output=output)
                 kills += die(zygote, run, pids, rng)
             worlds.add(world := rng.choice(WORLDS))
-            codes = zygote.wait(zygote.start(arguments(run, debug_data, rng), world=world, output=output), seconds=200)
+            last = zygote.start(arguments(run, debug_data, balance, rng), world=world, output=output)
+            codes = zygote.wait(last, seconds=200)
             assert codes == [0] * world, output.read_text()[-3000:]
             report = verify_ledger(run / "ledger", debug_data)
             assert (report.lost, report.twice, report.complete) == ((), (), EPOCHS), (number, report)
             assert (report.steps, report.trained) == (JOB_STEPS, EPOCHS * 320)
     finally:
         zygote.close()
-    more = f"{kills} kills, {resumes} resumes, sizes {sorted(worlds)}"
+    more = f"{kills} kills, {resumes} resumes, sizes {sorted(worlds)}, {balanced} balanced over the ranks"
     counted("jobs with 0 lost, 0 twice", f"{schedules} of {schedules}, {more}")
     assert resumes > schedules // 2

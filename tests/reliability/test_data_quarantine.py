@@ -12,6 +12,7 @@ from gem_data.api import read_schema, write_dataset
 from gem_data.interface import DataError
 from gem_pipelines.agreement import MissingRowsError
 from gem_pipelines.cli import main
+from gem_pipelines.errors import RunError
 from gem_pipelines.job import build
 from gem_pipelines.ledger import verify_ledger
 from gem_pipelines.quarantine import TooMuchDamageError
@@ -100,6 +101,10 @@ def test_a_ledger_tells_what_is_lost_and_what_came_twice(make_job, tmp_path, deb
     assert verify_ledger(ledger, debug_data).ok
     assert main(["data", "ledger", str(job.directory.path)]) == 0
     assert "1 whole epochs, 320 samples trained, 0 left out, 0 lost, 0 twice" in capsys.readouterr().out
+    shutil.copytree(ledger, tmp_path / "late")
+    (tmp_path / "late" / "step-00000004.parquet").unlink()
+    with pytest.raises(RunError, match=r"begins at step 5: --train\.ledger True came later"):
+        verify_ledger(tmp_path / "late", debug_data)
     table = pq.read_table(ledger / "step-00000008.parquet")
     first = table.column("sample_id")[0].as_py()
     for change, expected in (("lost", ((), (first,))), ("twice", ((first,), ()))):

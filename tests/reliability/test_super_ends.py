@@ -7,6 +7,7 @@ afterwards must be, to the last bit, the run that nothing happened to.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -80,7 +81,7 @@ def test_t8_code_0_means_done(zygote, debug_data, straight, rng, name, beside, t
         ends = [record for record in read_records(run / "metrics.jsonl") if record["kind"] == "end"]
         assert ends == [], "the record of an end that was not reached"
     text = output.read_text()
-    assert "gemline: error" in text or "Traceback" in text
+    assert re.search(r"gemline( rank \d)?: error|Traceback", text), text[-2000:]
     finish(zygote, run, debug_data, straight, beside=beside)
 
 

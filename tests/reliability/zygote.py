@@ -88,6 +88,9 @@ def install(fault: dict[str, Any]) -> None:
     if fault["name"] == "finally":
         break_ending()
         return
+    if fault["name"] == "timed":
+        time_checks(Path(fault["into"]))
+        return
     inner = Trainer.step
 
     def step(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -134,6 +137,29 @@ def break_ending() -> None:
         raise RuntimeError("a fault while closing")
 
     Saver.close = close  # type: ignore[method-assign]
+
+
+def time_checks(into: Path) -> None:
+    """Write the seconds that the checks of every step took: one list a check, of steps in their order."""
+    from gem_pipelines import agreement, trainer
+
+    spent: dict[str, list[float]] = {"check_batch": [], "largest_magnitude": []}
+
+    def timed(module: Any, name: str) -> None:
+        inner = getattr(module, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            result = inner(*arguments, **options)
+            spent[name].append(time.perf_counter() - begin)
+            if len(spent[name]) % 50 == 0:
+                into.write_text(json.dumps(spent))
+            return result
+
+        setattr(module, name, call)
+
+    timed(agreement, "check_batch")
+    timed(trainer, "largest_magnitude")
 
 
 def run(command: dict[str, Any]) -> int:
