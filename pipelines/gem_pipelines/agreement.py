@@ -18,7 +18,7 @@ import torch
 from gem_data.interface import Batch, Schema
 from torch import Tensor
 
-from gem_pipelines.batches import BatchError, check_batch, event_lengths
+from gem_pipelines.batches import BatchError, check_batch, event_lengths, impressions_of
 from gem_pipelines.config import RunConfig
 from gem_pipelines.errors import RemoteError
 from gem_pipelines.model.flops import PARTS as MODEL_PARTS
@@ -38,7 +38,8 @@ class MissingRowsError(ValueError):
 class StepTotals:
     """What all ranks agreed on before a step. weight: (T,) float64 weight sums of the whole step, on the CPU.
 
-    missing  rows that the plan has in this step and no rank got: quarantined by the loaders
+    rows     samples: of requests, their impressions
+    missing  rows of the data that the plan has in this step and no rank got: quarantined by the loaders
     """
 
     weight: Tensor
@@ -86,39 +87,43 @@ class Agreement:
         weights, counts = self._exchange(own.weights, own.counts)
         if counts[1] or counts[2] or counts[0] != len(batches) * self.runtime.world_size:
             self._raise(counts, len(batches), step, error)
+        # The loaders plan rows of the data; what is trained and counted are samples, of which a request has several.
         planned = sum(batch.global_rows for batch in batches)
-        if planned != counts[3] and not 0 < planned - counts[3] <= planned * bool(
+        if planned != counts[5] and not 0 < planned - counts[5] <= planned * bool(
             self.config.data.max_quarantined_rows
         ):
             raise MissingRowsError(
-                f"step {step}: the ranks hold {counts[3]:.0f} rows, the loaders planned {planned}; no rank trained them"
+                f"step {step}: the ranks hold {counts[5]:.0f} rows, the loaders planned {planned}; no rank trained them"
             )
         return StepTotals(
             weight=torch.tensor(weights, dtype=torch.float64),
             rows=int(counts[3]),
             tokens=int(counts[4]),
-            missing=planned - int(counts[3]),
-            flops_by_part={part: int(count) for part, count in zip(MODEL_PARTS, counts[5:], strict=True)},
+            missing=planned - int(counts[5]),
+            flops_by_part={part: int(count) for part, count in zip(MODEL_PARTS, counts[6:], strict=True)},
         )
 
     def stop(self, error: ValueError, *, step: int) -> NoReturn:
         """Tell the other ranks, which are at the start of the same step, that this one cannot go on. Then raise."""
-        _, counts = self._exchange([0.0] * len(self.tasks), [0, 1, 0, 0, 0, *(0 for _ in MODEL_PARTS)])
+        _, counts = self._exchange([0.0] * len(self.tasks), [0, 1, 0, 0, 0, 0, *(0 for _ in MODEL_PARTS)])
         self._raise(counts, 0, step, error)
 
     def _own_sums(self, batches: Sequence[Batch], *, bad: bool) -> tuple[list[float], list[int]]:
-        """Weights by task, and [batches, cannot go on, bad, rows, tokens, FLOPs by part] of this rank."""
+        """Weights by task, and [batches, cannot go on, bad, samples, tokens, rows, FLOPs by part] of this rank."""
         weight_T = torch.zeros(len(self.tasks), dtype=torch.float64)
-        rows = tokens = 0
+        samples = tokens = rows = 0
         flops = dict.fromkeys(MODEL_PARTS, 0)
         for batch in batches:
             weight_T += batch.weights.double().sum(0)
             lengths = event_lengths(batch)
-            rows += batch.sample_ids.shape[0]
+            samples += batch.sample_ids.shape[0]
+            rows += batch.rows
             tokens += sum(int(length.sum()) for length in lengths.values())
-            counted = training_flops(self.config.model, self.schema, lengths, rows=batch.sample_ids.shape[0])
+            counted = training_flops(
+                self.config.model, self.schema, lengths, rows=batch.rows, impressions=impressions_of(batch)
+            )
             flops = {part: flops[part] + counted[part] for part in MODEL_PARTS}
-        return weight_T.tolist(), [len(batches), 0, int(bad), rows, tokens, *flops.values()]
+        return weight_T.tolist(), [len(batches), 0, int(bad), samples, tokens, rows, *flops.values()]
 
     def _exchange(self, weights: list[float], counts: list[int]) -> tuple[list[float], list[float]]:
         total = self.runtime.sum(torch.tensor([*weights, *counts], dtype=torch.float64)).tolist()

@@ -188,7 +188,7 @@ class RowExchange:
         mine = torch.zeros(1 + self._most_rows, 2, dtype=torch.float64)
         mine[0, 0] = _FAILED if failure is not None else _ENDED if batch is None else _READ
         if batch is not None:
-            rows = batch.sample_ids.shape[0]
+            rows = batch.rows
             mine[0, 1] = rows
             mine[1 : 1 + rows, 0] = torch.from_numpy(batch_loads(self._cost, batch))
             mine[1 : 1 + rows, 1] = torch.from_numpy(row_bytes(self._schema, batch))

@@ -30,11 +30,6 @@ def check_batch(batch: Batch, schema: Schema, *, open_ids: Collection[str] = ())
 
     open_ids: features whose ids may lie outside their table.
     """
-    if batch.requests is not None:
-        raise BatchError(
-            "the rows of these data are requests, which this model cannot train on; write them a sample a row with "
-            "`gemline data impressions`"
-        )
     rows = batch.sample_ids.numel()
     tasks = [label.name for label in schema.labels]
     for name in ("sample_ids", "user_ids", "timestamps"):
@@ -43,6 +38,7 @@ def check_batch(batch: Batch, schema: Schema, *, open_ids: Collection[str] = ())
     _check_shape(batch.labels, (rows, len(tasks)), "labels")
     _check_shape(batch.weights, (rows, len(tasks)), "weights")
     _check_shape(batch.dense, (rows, len(schema.dense)), "dense")
+    _check_requests(batch, schema, rows)
     labels_BT, weights_BT = batch.labels, batch.weights
     binary = (labels_BT == 0) | (labels_BT == 1)
     _check_cells(batch, schema, labels_BT, kind="label", names=tasks, good=binary, expected="0 or 1")
@@ -51,7 +47,38 @@ def check_batch(batch: Batch, schema: Schema, *, open_ids: Collection[str] = ())
     finite = torch.isfinite(batch.dense)
     _check_cells(batch, schema, batch.dense, kind="dense", names=schema.dense, good=finite, expected="finite")
     _check_ids(batch, schema, rows, open_ids)
-    _check_streams(batch, schema, rows)
+    _check_streams(batch, schema)
+
+
+def _check_requests(batch: Batch, schema: Schema, impressions: int) -> None:
+    """Offsets of requests where rows are requests, and ids of the request in its first impression's row alone."""
+    offsets = batch.requests
+    if (offsets is not None) != bool(schema.impression):
+        rows = "plain rows" if offsets is None else "requests"
+        raise BatchError(f"batch has {rows}, the data {'have requests' if offsets is None else 'are plain samples'}")
+    if offsets is None:
+        return
+    if offsets.dtype not in INTEGERS or offsets.ndim != 1 or not offsets.numel():
+        raise BatchError(f"batch requests are {offsets.dtype} in {offsets.ndim} dims, expected int64 in one, not empty")
+    if int(offsets[0]) or int(offsets[-1]) != impressions or bool((offsets.diff() < 1).any()):
+        raise BatchError(
+            f"batch requests: expected offsets from 0 to the {impressions} impressions, each request having one or "
+            f"more; came {offsets.tolist()[:8]}{'...' if offsets.numel() > 8 else ''}"
+        )
+    keys, lengths = list(batch.ids.keys()), batch.ids.lengths()
+    if lengths.numel() != len(keys) * impressions:
+        return  # told by _check_ids
+    later = torch.ones(impressions, dtype=torch.bool)
+    later[offsets[:-1]] = False
+    lengths_KB = lengths.view(len(keys), impressions)
+    for key in schema.request_keys():
+        wrong = torch.nonzero((lengths_KB[keys.index(key)] > 0) & later) if key in keys else offsets[:0]
+        if wrong.numel():
+            row = int(wrong[0])
+            raise BatchError(
+                f"feature {key!r} stands once in a request, in the row of its first impression; it has ids in that of "
+                f"a later one{_place(batch, schema, row)}"
+            )
 
 
 def _check_shape(tensor: Tensor, expected: tuple[int, ...], name: str) -> None:
@@ -135,7 +162,8 @@ def _check_form(ids: KeyedJaggedTensor) -> None:
         raise BatchError("batch ids have offsets that are not the sums of their lengths")
 
 
-def _check_streams(batch: Batch, schema: Schema, rows: int) -> None:
+def _check_streams(batch: Batch, schema: Schema) -> None:
+    rows, impressions = batch.rows, batch.sample_ids.shape[0]
     names = [stream.name for stream in schema.streams]
     if sorted(batch.streams) != sorted(names):
         raise BatchError(f"batch has streams {sorted(batch.streams)}, expected {sorted(names)}")
@@ -157,12 +185,14 @@ def _check_streams(batch: Batch, schema: Schema, rows: int) -> None:
             )
         first = len(schema.scalars) + len(schema.lists) + sum(len(s.fields) for s in schema.streams[:number])
         for key in range(first, first + len(stream.fields)):
-            lengths = batch.ids.lengths()[key * rows : (key + 1) * rows]
+            lengths = batch.ids.lengths()[key * impressions : (key + 1) * impressions]
+            lengths = lengths if batch.requests is None else lengths[batch.requests[:-1]]
             if not torch.equal(lengths.to(steps.dtype), steps):
-                row = int(torch.nonzero(lengths != steps)[0])
+                own = int(torch.nonzero(lengths != steps)[0])
+                row = own if batch.requests is None else int(batch.requests[own])
                 raise BatchError(
                     f"stream {stream.name!r}: field {stream.fields[key - first].name!r} has "
-                    f"{int(lengths[row])} events, the stream has {int(steps[row])}{_place(batch, schema, row)}"
+                    f"{int(lengths[own])} events, the stream has {int(steps[own])}{_place(batch, schema, row)}"
                 )
 
 
@@ -202,9 +232,15 @@ def pad_empty(batch: Batch, schema: Schema, dynamic: Collection[str] = ()) -> Ba
         row_index=torch.full((1, 3), -1, dtype=torch.int64),
         global_rows=batch.global_rows,
         step=batch.step,
+        requests=None if batch.requests is None else torch.tensor([0, 1]),
     )
 
 
+def impressions_of(batch: Batch) -> Tensor | None:
+    """(R,) impressions of each row, where rows are requests."""
+    return None if batch.requests is None else batch.requests.diff()
+
+
 def event_lengths(batch: Batch) -> dict[str, Tensor]:
-    """Stream -> (B,) events per row."""
+    """Stream -> (R,) events per row."""
     return {name: stream.offsets.diff() for name, stream in batch.streams.items()}

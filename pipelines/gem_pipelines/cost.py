@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from gem_data.cost import check_cost
 from gem_data.interface import Batch, CostModel, CostTerm, Schema
 from torch import Tensor
 
-from gem_pipelines.batches import event_lengths
+from gem_pipelines.batches import event_lengths, impressions_of
 from gem_pipelines.config import BalanceConfig
 from gem_pipelines.errors import ConfigError
 from gem_pipelines.model.config import ModelConfig
@@ -39,10 +40,19 @@ def cost_terms(schema: Schema, config: ModelConfig) -> tuple[CostTerm, ...]:
     """The terms of this model's cost, coefficients 1.
 
     Example: an HSTU stream with one context and one candidate token gives tokens (extra 2) and causal pairs (extra 2).
+    Where rows are requests, each further impression adds a candidate to a stream that they share, and the whole stream
+    to one that they do not.
     """
     found: list[CostTerm] = []
     for stream in plan_model(schema, config).streams:
-        found += _stream_terms(stream)
+        terms = _stream_terms(stream)
+        if stream.shared:
+            terms = [replace(term, targets=stream.targets) for term in terms]
+            if stream.read_tokens:  # each candidate reads all events
+                terms.append(CostTerm(stream=stream.name, repeated=True))
+        elif schema.impression:
+            terms = [replace(term, repeated=True) for term in terms]
+        found += terms
     return tuple(found)
 
 
@@ -73,8 +83,14 @@ def flops_cost(schema: Schema, config: ModelConfig) -> CostModel:
             for stream in schema.streams
         }
         rows = 1 + number % 3
-        counted = sum(training_flops(config, schema, {n: v.tolist() for n, v in lengths.items()}, rows=rows).values())
-        observations.append(Observation(lengths=lengths, rows=rows, value=float(counted)))
+        counts = rng.integers(1, 17, rows) if schema.impression else None
+        plain = {name: value.tolist() for name, value in lengths.items()}
+        counted = training_flops(
+            config, schema, plain, rows=rows, impressions=None if counts is None else counts.tolist()
+        )
+        observations.append(
+            Observation(lengths=lengths, rows=rows, value=float(sum(counted.values())), impressions=counts)
+        )
     model, _, _ = fit_cost(terms, observations, unit="flops", held_out=0)
     return model
 
@@ -111,6 +127,12 @@ def read_cost(path: Path, schema: Schema) -> dict[str, CostModel]:
 
 
 def batch_loads(model: CostModel, batch: Batch) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """(B,) load of every row of a batch on the CPU."""
+    """(R,) load of every row of a batch on the CPU: of a request, with all its impressions."""
     lengths: Mapping[str, Tensor] = event_lengths(batch)
-    return row_costs(model, {name: value.numpy() for name, value in lengths.items()}, batch.sample_ids.shape[0])
+    counts = impressions_of(batch)
+    return row_costs(
+        model,
+        {name: value.numpy() for name, value in lengths.items()},
+        batch.rows,
+        None if counts is None else counts.numpy(),
+    )

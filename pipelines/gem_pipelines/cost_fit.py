@@ -24,6 +24,7 @@ import torch
 from gem_data.api import Observation, batch_from_table, cost_to_dict, fit_cost
 from gem_data.cost import FitError
 from gem_data.interface import Batch, CostModel, Schema
+from gem_data.schema import impression_part, request_part
 
 from gem_pipelines.cost import cost_terms
 from gem_pipelines.timing import PartClock
@@ -38,6 +39,7 @@ class Measured:
     rows: int
     seconds: tuple[float, ...]
     saved_bytes: int
+    impressions: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,27 @@ def draw_lengths(
 
 
 def random_batch(schema: Schema, lengths: dict[str, np.ndarray[Any, np.dtype[np.int64]]], *, seed: int) -> Batch:
-    """A valid batch with these lengths and random values."""
+    """A valid batch with these lengths and random values; of requests, with 1 to 16 impressions each."""
+    if schema.impression:
+        return _random_requests(schema, lengths, seed=seed)
+    return batch_from_table(schema, pa.table(_random_columns(schema, lengths, seed=seed)))
+
+
+def _random_requests(schema: Schema, lengths: dict[str, np.ndarray[Any, np.dtype[np.int64]]], *, seed: int) -> Batch:
+    rng = np.random.default_rng((seed, 1))
+    counts = rng.integers(1, 17, len(next(iter(lengths.values()))))
+    users = _random_columns(request_part(schema), lengths, seed=seed)
+    own = _random_columns(impression_part(schema), {"": np.zeros(int(counts.sum()), np.int64)}, seed=seed)
+    bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    each = {name: pa.ListArray.from_arrays(bounds, pa.array(values)) for name, values in own.items()}
+    columns = {**each, **{name: values for name, values in users.items() if name != "sample_id"}}
+    return batch_from_table(schema, pa.table(columns))
+
+
+def _random_columns(
+    schema: Schema, lengths: dict[str, np.ndarray[Any, np.dtype[np.int64]]], *, seed: int
+) -> dict[str, Any]:
+    """Columns of plain rows, as many as there are lengths."""
     rng = np.random.default_rng(seed)
     rows, tables = len(next(iter(lengths.values()))), schema.table_rows()
     data: dict[str, Any] = {
@@ -91,7 +113,7 @@ def random_batch(schema: Schema, lengths: dict[str, np.ndarray[Any, np.dtype[np.
         columns |= {"action": rng.integers(0, 1 << stream.action_bits, count), "time": np.zeros(count, np.int64)}
         for name, values in columns.items():
             data[f"stream.{stream.name}.{name}"] = _lists(values, lengths[stream.name])
-    return batch_from_table(schema, pa.table(data))
+    return data
 
 
 def _lists(values: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> pa.Array:
@@ -106,7 +128,8 @@ def measure_steps(trainer: Trainer, lengths: Sequence[dict[str, Any]], *, repeat
         batch = random_batch(trainer.schema, held, seed=seed + number)
         saved = _saved_bytes(trainer, batch)
         seconds = tuple(_step_seconds(trainer, batch) for _ in range(repeats))
-        found.append(Measured(lengths=held, rows=batch.sample_ids.shape[0], seconds=seconds, saved_bytes=saved))
+        counts = None if batch.requests is None else batch.requests.diff().numpy()
+        found.append(Measured(lengths=held, rows=batch.rows, seconds=seconds, saved_bytes=saved, impressions=counts))
     return found
 
 
@@ -148,6 +171,7 @@ def fit(trainer: Trainer, measured: Sequence[Measured]) -> dict[str, Fitted]:
                 lengths=m.lengths,
                 rows=m.rows,
                 value=statistics.median(m.seconds) if name == "time" else float(m.saved_bytes),
+                impressions=m.impressions,
             )
             for m in measured
         ]

@@ -9,7 +9,7 @@ from gem_data.interface import Batch, Schema
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from gem_pipelines.model.inputs import ModelInput, StreamInput
+from gem_pipelines.model.inputs import ModelInput, Requests, StreamInput
 
 
 def to_model_input(
@@ -19,19 +19,28 @@ def to_model_input(
 
     Lists whose table is also used by scalars or events come as single vectors and are averaged here (an empty list
     gives 0); the others come averaged from the tables. An id that the policy "drop" took out has a vector of zeros and
-    does not count in the average, as in the tables. Reads one number per stream, the longest row, so it waits for
-    the device unless the batch is on the CPU.
+    does not count in the average, as in the tables. Reads one number per stream, the longest row (of requests
+    also the most impressions), so it waits for the device unless the batch is on the CPU.
+
+    Of requests, what stands once in a request has one vector a request.
 
     Example: lists ids.tags of [[3, 5], []] over a shared table: vectors e3, e5 become rows (e3 + e5) / 2 and 0.
     """
+    requests = batch.requests
+    once = set(schema.request_keys())
     used_once = set(_tables_of_single_ids(schema))
     vectors = dict(embeddings)
     for feature in schema.lists:
         if feature.table in used_once:
             jagged, limit = batch.ids[feature.name], None
+            lengths = jagged.lengths()
+            if requests is not None and feature.name in once:
+                lengths = lengths[requests[:-1]]  # the rows of the other impressions have none
             if (policies or {}).get(feature.name) == "drop":
                 limit = schema.table_rows()[feature.table]
-            vectors[feature.name] = mean_of_rows(vectors[feature.name], jagged.lengths(), _counting(jagged, limit))
+            vectors[feature.name] = mean_of_rows(vectors[feature.name], lengths, _counting(jagged, limit))
+        elif requests is not None and feature.name in once:
+            vectors[feature.name] = vectors[feature.name][requests[:-1]]
     streams = {}
     for name, stream in batch.streams.items():
         lengths = stream.offsets.diff()
@@ -41,7 +50,24 @@ def to_model_input(
             times=stream.times,
             max_len=int(lengths.max()) if lengths.numel() else 0,
         )
-    return ModelInput(embeddings=vectors, dense=batch.dense, timestamps=batch.timestamps, streams=streams)
+    return ModelInput(
+        embeddings=vectors,
+        dense=batch.dense,
+        timestamps=batch.timestamps,
+        streams=streams,
+        requests=None if requests is None else _requests(schema, requests, batch.sample_ids.shape[0]),
+    )
+
+
+def _requests(schema: Schema, offsets: Tensor, impressions: int) -> Requests:
+    counts = offsets.diff()
+    owner = torch.repeat_interleave(counts, output_size=impressions)
+    return Requests(
+        offsets=offsets,
+        owner=owner,
+        most=int(counts.max()) if counts.numel() else 0,
+        features=frozenset(schema.request_keys()),
+    )
 
 
 def _tables_of_single_ids(schema: Schema) -> list[str]:

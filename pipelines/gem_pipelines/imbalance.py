@@ -70,7 +70,7 @@ def own_load(batches: Sequence[Batch], *, cost: CostModel, seconds: float) -> St
         seconds=seconds,
         tokens=sum(int(stream.offsets[-1]) for batch in batches for stream in batch.streams.values()),
         bytes=sum(batch_bytes(batch) for batch in batches),
-        rows=sum(batch.sample_ids.shape[0] for batch in batches),
+        rows=sum(batch.rows for batch in batches),
     )
 
 

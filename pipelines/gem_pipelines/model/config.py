@@ -73,6 +73,10 @@ class StreamConfig:
     possible length. Never the length of a batch."""
     rotary: bool = True
     """Turn q and k by position and log time gap."""
+    per_request: bool = True
+    """Where rows are requests: the stream is computed once for all impressions of a request, which is exact and must be
+    so: events may depend on nothing that differs between impressions. Refused for context tokens, for blocks that make
+    weights from the features, and for a "window" beside a candidate; False computes the stream once an impression."""
     rotary_time_scale_s: float = 60.0
     """Time gaps well below this look alike."""
 

@@ -10,6 +10,8 @@ One layer, in the order of Kunlun (both arches read the layer's input, so neithe
 and after the last layer the heads read [X | H of the last sequences], as InterFormer's output does. Where a stream has
 a target read, its token stands beside H throughout.
 
+Where rows are requests, streams have R rows and all else has B, the impressions (requests.py).
+
 Letters: B rows, N tokens, D width of the features, T packed tokens of a stream.
 """
 
@@ -27,8 +29,10 @@ from gem_pipelines.model.inputs import ModelInput
 from gem_pipelines.model.interformer import FeatureSummary, InterFormerBlock, InterFormerSummary
 from gem_pipelines.model.kunlun import GdpaPffn, HspSummary, SelfAttention
 from gem_pipelines.model.plan import ModelPlan, StreamPlan
+from gem_pipelines.model.repeat import repeat
+from gem_pipelines.model.requests import pack_view, view_of_stream
 from gem_pipelines.model.target_read import TargetRead
-from gem_pipelines.model.tokens import EventTokens, FeatureTokens, Packed, pack
+from gem_pipelines.model.tokens import EventTokens, FeatureTokens, Packed
 from gem_pipelines.model.wukong import Wukong, WukongExperts
 
 NEEDS_WEIGHTS = ("pffn", "interformer")
@@ -40,11 +44,14 @@ class Summary(nn.Module):
     def __init__(self, plan: StreamPlan, config: ModelConfig) -> None:
         super().__init__()
         self.tokens = HspSummary(plan, config) if plan.config.summary == "hsp" else InterFormerSummary(plan, config)
+        self.has_target = plan.targets > 0
         self.norm = make_norm(plan.config.dim, kind=config.norm, affine=config.norm_affine)
         self.project = linear(plan.config.dim, config.dim, bias=config.bias)
 
     def forward(self, x_TD: Tensor, packed: Packed) -> Tensor:
-        return self.finish(*self.tokens.parts(x_TD, packed))
+        found = self.finish(*self.tokens.parts(x_TD, packed))
+        # With a candidate the parts are an impression's; without, everything is the request's to here.
+        return found if packed.requests is None or self.has_target else repeat(found, packed.requests)
 
     def finish(self, *parts: Tensor) -> Tensor:
         """What follows the part that depends on the rows' lengths."""
@@ -134,15 +141,13 @@ class GemModel(nn.Module):
     def forward(self, inputs: ModelInput) -> Tensor:
         x_BND = self.features(inputs)
         angles = torch.promote_types(x_BND.dtype, torch.float32)
-        packed = {
-            stream.name: pack(stream, inputs.streams[stream.name], inputs.timestamps, dtype=angles)
-            for stream in self.plan.streams
-        }
+        views = {stream.name: view_of_stream(inputs, stream) for stream in self.plan.streams}
+        packed = {stream.name: pack_view(stream, views[stream.name], dtype=angles) for stream in self.plan.streams}
         tokens = {}
         for name, start in self.starts.items():
             context_BCD = self.contexts[name](x_BND) if name in self.contexts else None
-            tokens[name] = start(inputs, context_BCD, packed[name])
-        reads = [read(inputs, tokens[name], packed[name]) for name, read in self.reads.items()]
+            tokens[name] = start(views[name], context_BCD, packed[name])
+        reads = [read(views[name], tokens[name], packed[name]) for name, read in self.reads.items()]
         summaries: dict[str, Tensor] = {}
         for layer in self.layers:
             x_BND, tokens, summaries = layer(x_BND, tokens, summaries, packed, reads)

@@ -21,17 +21,33 @@ class StreamInput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelInput:
-    """Embedded features of B rows.
+class Requests:
+    """Rows are requests: request r has the impressions offsets[r]:offsets[r+1], at least one.
 
-    embeddings  feature key -> (B, dim) for scalars and pooled lists, (N, dim) packed for stream fields
-                ("<stream>.<field>")
+    offsets (R + 1,) int64; owner (B,) int64: the request of each impression; most: impressions of one, a host int;
+    features: keys of scalars and pooled lists whose vectors have R rows. Offsets [0, 2, 3]: owner [0, 0, 1], most 2.
+    """
+
+    offsets: Tensor
+    owner: Tensor
+    most: int
+    features: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInput:
+    """Embedded features of B rows, or impressions; R = B where `requests` is None.
+
+    embeddings  feature key -> (B, dim) for scalars and pooled lists, (R, dim) for those that stand once in a request,
+                (N, dim) packed for stream fields ("<stream>.<field>")
     dense       (B, F) float32
     timestamps  (B,) int64 seconds
-    streams     stream name -> StreamInput
+    streams     stream name -> StreamInput of R rows
+    requests    whose impressions are whose, where rows are requests
     """
 
     embeddings: dict[str, Tensor]
     dense: Tensor
     timestamps: Tensor
     streams: dict[str, StreamInput]
+    requests: Requests | None = None

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from gem_pipelines.model.common import linear, make_norm
 from gem_pipelines.model.config import ModelConfig
+from gem_pipelines.model.inputs import Requests
 from gem_pipelines.model.plan import StreamPlan
+from gem_pipelines.model.requests import with_candidate
 from gem_pipelines.model.tokens import Packed, rotary_spec, split_and_turn
 
 
@@ -99,6 +101,7 @@ class SeedPooling(nn.Module):
         self.heads = plan.config.heads
         self.impl = config.attention
         self.spec = pooling_spec(plan)
+        self.has_target = plan.targets > 0
         self.seeds_SD = nn.Parameter(torch.empty(plan.config.seeds, dim).normal_(std=1.0))
         self.seed_norm = make_norm(dim, kind=config.norm, affine=config.norm_affine)
         self.norm = make_norm(dim, kind=config.norm, affine=config.norm_affine)
@@ -112,11 +115,32 @@ class SeedPooling(nn.Module):
     def attend(self, x_TD: Tensor, packed: Packed) -> Tensor:
         """(B, S, D) before the last linear layer: all that depends on the rows' lengths."""
         q_SHK = self.queries(self.seed_norm(self.seeds_SD.to(x_TD.dtype))).unflatten(-1, (self.heads, -1))
-        k_THK, v_THK = (
-            part.unflatten(-1, (self.heads, -1)) for part in self.keys_values(self.norm(x_TD)).chunk(2, dim=-1)
-        )
+        if packed.requests is not None and self.has_target:
+            return self._attend_shared(q_SHK, x_TD, packed, packed.requests)
+        k_THK, v_THK = self._keys_values(x_TD)
         pooled_BSHK = attention(q_SHK, k_THK, v_THK, spec=self.spec, layout=packed.pooled, impl=self.impl)
         return pooled_BSHK.flatten(-2)
+
+    def _attend_shared(self, q_SHK: Tensor, x_TD: Tensor, packed: Packed, requests: Requests) -> Tensor:
+        """Events are pooled once a request, then each impression's candidate joins (requests.py)."""
+        k_NHK, v_NHK = self._keys_values(x_TD[packed.events])
+        candidate_k_BHK, candidate_v_BHK = self._keys_values(x_TD[packed.target])
+        pooled_RSHK = attention(q_SHK, k_NHK, v_NHK, spec=self.spec, layout=packed.pooled, impl=self.impl)
+        pooled_BSHK = with_candidate(
+            pooled_RSHK,
+            q_SHK,
+            k_NHK,
+            candidate_k_BHK=candidate_k_BHK,
+            candidate_v_BHK=candidate_v_BHK,
+            scale=self.spec.scale,
+            offsets=packed.pooled.k_offsets,
+            requests=requests,
+        )
+        return pooled_BSHK.flatten(-2)
+
+    def _keys_values(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys_values(self.norm(x_TD)).chunk(2, dim=-1)
+        return keys.unflatten(-1, (self.heads, -1)), values.unflatten(-1, (self.heads, -1))
 
 
 class SumKronLinear(nn.Module):

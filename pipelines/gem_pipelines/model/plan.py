@@ -17,6 +17,8 @@ from gem_pipelines.model.config import ModelConfig, StreamConfig
 class StreamPlan:
     """One stream: feature keys of its fields, and the scalar that says the same of the candidate (None: unknown).
 
+    shared: rows are requests, whose impressions share the stream.
+
     Example: fields ("clicks.item", "clicks.shop"), candidate ("item", None): the candidate's token is made of the
     scalar "item", by the same projection as the events' items.
     """
@@ -27,6 +29,7 @@ class StreamPlan:
     candidate: tuple[str | None, ...]
     action_bits: int
     max_length: int
+    shared: bool = False
 
     @property
     def context(self) -> int:
@@ -80,13 +83,17 @@ class StreamPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """The whole model. `tokens_in[l]` feature tokens enter layer l (without summaries); the last entry leaves."""
+    """The whole model. `tokens_in[l]` feature tokens enter layer l (without summaries); the last entry leaves.
+
+    request_features: those of `features` that stand once in a request.
+    """
 
     features: tuple[str, ...]
     dense: int
     streams: tuple[StreamPlan, ...]
     tokens_in: tuple[int, ...]
     tasks: tuple[str, ...]
+    request_features: tuple[str, ...] = ()
 
     @property
     def summary_tokens(self) -> int:
@@ -111,6 +118,7 @@ def plan_model(schema: Schema, config: ModelConfig) -> ModelPlan:
         streams=tuple(_plan_stream(schema, stream, config.stream_for(stream.name)) for stream in schema.streams),
         tokens_in=(first, *[config.interaction.tokens] * config.layers),
         tasks=tuple(label.name for label in schema.labels),
+        request_features=tuple(name for name in features if name in schema.request_keys()),
     )
 
 
@@ -119,11 +127,33 @@ def _plan_stream(schema: Schema, stream: StreamInfo, config: StreamConfig) -> St
     for scalar in schema.scalars:
         scalar_of.setdefault(scalar.table, scalar.name)
     candidate = tuple(scalar_of.get(f.table) if config.candidate else None for f in stream.fields)
-    return StreamPlan(
+    plan = StreamPlan(
         name=stream.name,
         config=config,
         fields=tuple(f"{stream.name}.{f.name}" for f in stream.fields),
         candidate=candidate,
         action_bits=stream.action_bits,
         max_length=stream.max_length,
+        shared=bool(schema.impression) and config.per_request,
     )
+    if plan.shared:
+        _check_shared(plan)
+    return plan
+
+
+def _check_shared(plan: StreamPlan) -> None:
+    """Raise ValueError where the events of a stream would depend on the impression that looks at them."""
+    kinds = plan.config.blocks
+    made = next((kind for kind in kinds if kind in ("pffn", "interformer")), None)
+    why = None
+    if plan.context:
+        why = f"cls_tokens is {plan.context}: context is made from the features of an impression"
+    elif made is not None:
+        why = f'blocks has "{made}", whose weights are made from the features of an impression'
+    elif "window" in kinds and plan.targets:
+        why = 'blocks has "window", which looks both ways: events see the candidate'
+    if why is not None:
+        raise ValueError(
+            f"model.stream of stream {plan.name!r}: {why}, so the impressions of a request cannot share its history. "
+            'Set per_request False, which computes the stream once an impression, or use "hstu" blocks.'
+        )

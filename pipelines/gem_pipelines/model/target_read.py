@@ -28,6 +28,7 @@ from gem_pipelines.model.common import NORM_EPS, Mlp, linear, to_compute
 from gem_pipelines.model.config import ModelConfig
 from gem_pipelines.model.inputs import ModelInput
 from gem_pipelines.model.plan import StreamPlan
+from gem_pipelines.model.repeat import of_impressions
 from gem_pipelines.model.tokens import Packed
 
 
@@ -54,14 +55,18 @@ class TargetRead(nn.Module):
 
     def forward(self, inputs: ModelInput, x_TD: Tensor, packed: Packed) -> Tensor:
         stream = inputs.streams[self.name]
-        q_FBE = self._normed(inputs, [scalar for _, scalar in self.pairs])
-        k_FNE = torch.bmm(self._normed(inputs, [field for field, _ in self.pairs]), self.match_FEE.to(x_TD.dtype))
+        candidates = [of_impressions(inputs, scalar) for _, scalar in self.pairs]
+        q_FBE = self._normed(candidates)
+        k_FNE = torch.bmm(
+            self._normed([inputs.embeddings[field] for field, _ in self.pairs]), self.match_FEE.to(x_TD.dtype)
+        )
         v_NFE = self.value(x_TD[packed.events]).unflatten(-1, (len(self.pairs), -1))
-        rows, events = q_FBE.shape[1], v_NFE.shape[0]
+        rows, events, requests = q_FBE.shape[1], v_NFE.shape[0], inputs.requests
         layout = make_layout(
-            q_offsets=torch.arange(rows + 1, device=x_TD.device),
+            # The candidates of a request are several queries of one row: they read the same keys, where they are.
+            q_offsets=torch.arange(rows + 1, device=x_TD.device) if requests is None else requests.offsets,
             k_offsets=stream.offsets,
-            max_q_len=1,
+            max_q_len=1 if requests is None else requests.most,
             max_k_len=stream.max_len,
             total_q=rows,
             total_k=events,
@@ -71,6 +76,6 @@ class TargetRead(nn.Module):
         o_BFE = attention(q_BFE, k_NFE, v_NFE, spec=self.spec, layout=layout, impl=self.impl)
         return self.out(o_BFE.flatten(-2))[:, None]
 
-    def _normed(self, inputs: ModelInput, keys: list[str]) -> Tensor:
-        stacked = to_compute(torch.stack([inputs.embeddings[key] for key in keys]), self.config)
+    def _normed(self, vectors: list[Tensor]) -> Tensor:
+        stacked = to_compute(torch.stack(vectors), self.config)
         return F.layer_norm(stacked, stacked.shape[-1:], eps=NORM_EPS)

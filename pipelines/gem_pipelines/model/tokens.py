@@ -10,6 +10,7 @@ Letters: B rows, N events of a stream, T tokens of a stream, F features, E table
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 
 from gem_pipelines.model.common import Mlp, linear, to_compute
 from gem_pipelines.model.config import ModelConfig
-from gem_pipelines.model.inputs import ModelInput, StreamInput
+from gem_pipelines.model.inputs import ModelInput, Requests, StreamInput
 from gem_pipelines.model.plan import ModelPlan, StreamPlan
+from gem_pipelines.model.repeat import of_impressions, repeat, stream_timestamps
 
 ROTARY_PAIRING = "halves"
 
@@ -37,6 +39,8 @@ class Packed:
     pooled        layout of seeds that look at the tokens
     weighted      layout of tokens that look at `weight_tokens` tokens a row
     target        (B,) position of the target
+    requests      whose impressions are whose, where rows are requests sharing the stream (requests.py): `target` and,
+                  with a candidate, `recent` have a row an impression, `pooled` is of events alone, `weighted` None
     recent        (B, R) positions of the latest events, latest first; is_recent says which exist
     angles        (T, head dim / 2) rotary angles, or None
 
@@ -51,11 +55,12 @@ class Packed:
     masked: Layout
     plain: Layout
     pooled: Layout
-    weighted: Layout
+    weighted: Layout | None
     target: Tensor
     recent: Tensor
     is_recent: Tensor
     angles: Tensor | None
+    requests: Requests | None = None
 
 
 def rotary_spec(plan: StreamPlan) -> RotarySpec:
@@ -156,13 +161,13 @@ class EventTokens(nn.Module):
         if self.actions is not None:
             bit_A = torch.arange(self.plan.action_bits, device=stream.actions.device)
             events_ND = events_ND + self.actions((stream.actions[:, None] >> bit_A & 1).to(events_ND.dtype))
-        gaps_N2 = time_gaps(stream, inputs.timestamps).to(events_ND.dtype)
+        gaps_N2 = time_gaps(stream, stream_timestamps(inputs)).to(events_ND.dtype)
         events_ND = events_ND + self.gaps(gaps_N2)
         if not self.plan.targets:
             return events_ND, events_ND.new_zeros(0, events_ND.shape[1])
-        known = [inputs.embeddings[name] for name in self.plan.candidate if name is not None]
-        zero_BE = torch.zeros_like(known[0])
-        parts = [zero_BE if name is None else inputs.embeddings[name] for name in self.plan.candidate]
+        known = {name: of_impressions(inputs, name) for name in self.plan.candidate if name is not None}
+        zero_BE = torch.zeros_like(next(iter(known.values())))
+        parts = [zero_BE if name is None else known[name] for name in self.plan.candidate]
         candidates_BD = self.fields(to_compute(torch.cat(parts, dim=-1), self.config))
         return events_ND, candidates_BD + self.is_candidate_D.to(candidates_BD.dtype)
 
@@ -198,26 +203,48 @@ class FeatureTokens(nn.Module):
     def forward(self, inputs: ModelInput) -> Tensor:
         tokens = []
         if self.plan.features:
-            x_FBE = to_compute(torch.stack([inputs.embeddings[name] for name in self.plan.features]), self.config)
-            tokens.append(torch.bmm(x_FBE, self.weight_FED.to(x_FBE.dtype)).transpose(0, 1))
+            tokens.append(self._features(inputs))
         if self.dense is not None:
             dense_BF = torch.cat([signed_log(inputs.dense), self._stream_facts(inputs)], dim=1)
             tokens.append(to_compute(self.dense(dense_BF), self.config).unflatten(1, (-1, self.dim)))
         return torch.cat(tokens, dim=1)
 
+    def _features(self, inputs: ModelInput) -> Tensor:
+        """(B, F, D); those that stand once in a request are projected once."""
+        names, requests = self.plan.features, inputs.requests
+        if requests is None:
+            return self._project(inputs, names, self.weight_FED)
+        once = [number for number, name in enumerate(names) if name in requests.features]
+        own = [number for number, name in enumerate(names) if name not in requests.features]
+        parts = []
+        if once:
+            once_RFD = self._project(inputs, [names[number] for number in once], self.weight_FED[once])
+            parts.append(repeat(once_RFD, requests))
+        if own:
+            parts.append(self._project(inputs, [names[number] for number in own], self.weight_FED[own]))
+        order = torch.tensor([*once, *own], device=self.weight_FED.device).argsort()
+        return torch.cat(parts, dim=1)[:, order]
+
+    def _project(self, inputs: ModelInput, names: Sequence[str], weight_FED: Tensor) -> Tensor:
+        x_FBE = to_compute(torch.stack([inputs.embeddings[name] for name in names]), self.config)
+        return torch.bmm(x_FBE, weight_FED.to(x_FBE.dtype)).transpose(0, 1)
+
     def _stream_facts(self, inputs: ModelInput) -> Tensor:
         """(B, 2 * streams): log length and log age of the latest event, both 0 without events."""
-        columns = []
+        columns, timestamps = [], stream_timestamps(inputs)
         for stream in self.plan.streams:
             own = inputs.streams[stream.name]
             length_B = own.offsets.diff()
             if own.times.shape[0]:
                 latest_B = own.times[(own.offsets[1:] - 1).clamp(min=0)]
-                age_B = torch.where(length_B > 0, inputs.timestamps - latest_B, 0).clamp(min=0)
+                age_B = torch.where(length_B > 0, timestamps - latest_B, 0).clamp(min=0)
             else:
                 age_B = torch.zeros_like(length_B)
             columns += [length_B.to(inputs.dense.dtype).log1p(), age_B.to(inputs.dense.dtype).log1p() / 10]
-        return torch.stack(columns, dim=1) if columns else inputs.dense.new_zeros(inputs.dense.shape[0], 0)
+        if not columns:
+            return inputs.dense.new_zeros(inputs.dense.shape[0], 0)
+        facts = torch.stack(columns, dim=1)
+        return facts if inputs.requests is None else repeat(facts, inputs.requests)
 
 
 def signed_log(x: Tensor) -> Tensor:
