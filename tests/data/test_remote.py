@@ -131,6 +131,13 @@ def test_files_without_hashes_are_refused_at_a_url(local, remote) -> None:
         build_loader(URL, split="train", config=CONFIG)
 
 
+def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ValueError, match=r"a ftp URL on host store has a password in it") as caught:
+        data_path("ftp://me:sesame@store/log")
+    assert "sesame" not in str(caught.value)
+    assert data_path("memory://store/log") is not None
+
+
 def test_what_is_missing_is_said(remote, local, monkeypatch) -> None:
     with pytest.raises(DataError, match=r"memory://.*nowhere/schema\.json: no such file"):
         read_schema("memory://nowhere")

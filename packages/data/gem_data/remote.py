@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +85,19 @@ def is_url(directory: object) -> bool:
 def data_path(directory: str | os.PathLike[str] | RemotePath) -> DataPath:
     """The path of a data set: a Path, or for a URL a RemotePath.
 
-    Raises ValueError where fsspec, or what it needs for the protocol, is missing.
+    Raises ValueError where fsspec, or what it needs for the protocol, is missing, or where the URL has a password.
     """
     if isinstance(directory, RemotePath):
         return directory
     if not is_url(directory):
         return Path(directory)
     url = str(directory)
+    parts = urlsplit(url)
+    if parts.password is not None:
+        raise ValueError(
+            f"a {parts.scheme} URL on host {parts.hostname} has a password in it, which would be written into the "
+            "files of every run that reads it: leave it out, and give it by the environment"
+        )
     try:
         import fsspec
     except ImportError:
