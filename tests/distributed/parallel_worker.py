@@ -3,8 +3,8 @@
     python parallel_worker.py RANK WORLD_SIZE PORT PLAN      PLAN: a JSON file, see `test_parallel.py`
 
 Each run of the plan: {"name", "parallel": {...}, "model": "dhen" | "experts", "steps", "save": step or 0, "resume":
-name of a run whose checkpoint is loaded, or ""}. Rank 0 writes OUT/<name>.safetensors (the whole training state, under
-canonical names) and OUT/<name>.json (losses, norms, rows).
+name of a run whose checkpoint is loaded, or "", "tables": values of the tables section, as lists}. Rank 0 writes
+OUT/<name>.safetensors (the whole training state, under canonical names) and OUT/<name>.json (losses, norms, rows).
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def config_of(run: dict[str, Any], data: str) -> Any:
             accumulate=run.get("accumulate", 1),
         ),
         model=dataclasses.replace(base.model, interaction=interaction),
+        tables=dataclasses.replace(base.tables, **{k: tuple(v) for k, v in run.get("tables", {}).items()}),
         train=dataclasses.replace(base.train, steps=run.get("total", 20), survey_rows=0),
         parallel=ParallelConfig(**run["parallel"]),
     )

@@ -25,10 +25,15 @@ pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).with_name("parallel_worker.py")
 STEPS, HALF = 20, 8
 
+# Ids of a table of 61 rows earn 20; rounds of 3 steps, so that step HALF is in the middle of one.
+ZCH = {"policies": ["item=zch", "ads.item=zch"], "zch": ["item=distance_lfu:3:20"]}
+CUT = {"sharding": ["item=column_wise", "topic=column_wise", "profile=row_wise", "hour=data_parallel"]}
 ONE: dict[str, dict[str, Any]] = {
     "one": {"save": HALF},
     "one.experts": {"model": "experts"},
     "one.accumulate": {"accumulate": 2},
+    "one.zch": {"tables": ZCH, "save": HALF},
+    "one.cut": {"tables": CUT},
 }
 TWO: dict[str, dict[str, Any]] = {
     "shard2": {"parallel": {"shard": 2}},
@@ -40,6 +45,10 @@ TWO: dict[str, dict[str, Any]] = {
     "shard2.accumulate": {"parallel": {"shard": 2, "table_replica": 2}, "accumulate": 2},
     "shard2.from.one": {"parallel": {"shard": 2}, "resume": "one"},
     "expert2.from.sliced": {"parallel": {"expert": 2}, "resume": "table_replica2.sliced"},
+    "shard2.zch": {"parallel": {"shard": 2}, "tables": ZCH},
+    "table_replica2.zch": {"parallel": {"shard": 2, "table_replica": 2, "fully_sharded": True}, "tables": ZCH},
+    "replicate2.zch.from.one": {"parallel": {}, "tables": ZCH, "resume": "one.zch"},
+    "shard2.cut": {"parallel": {"shard": 2}, "tables": CUT},
 }
 AVERAGE = {"table_replica": 2, "table_sync": "average"}
 AVERAGED: dict[str, dict[str, Any]] = {
@@ -93,6 +102,8 @@ BACK: dict[str, dict[str, Any]] = {"one.from.four": {"resume": "shard2.expert2.s
 def oracle_of(name: str, run: dict[str, Any]) -> str:
     if run.get("model") == "experts":
         return "one.experts"
+    if "tables" in run:
+        return "one.zch" if run["tables"] is ZCH else "one.cut"
     return "one.accumulate" if run.get("accumulate") else "one"
 
 
@@ -162,7 +173,8 @@ def assert_same_training(out: Path, name: str, oracle: str) -> None:
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4), a["step"]
     whole, parts = (load_file(out / f"{n}.safetensors") for n in (oracle, name))
     assert parts.keys() == whole.keys()
-    assert {key.split(".")[0] for key in whole} == {"dense", "optimizer", "tables", "predictions"}
+    groups = {"dense", "optimizer", "tables", "predictions"} | ({"ids"} if oracle == "one.zch" else set())
+    assert {key.split(".")[0] for key in whole} == groups
     for key, value in whole.items():
         assert parts[key].shape == value.shape, key
         worst = float((parts[key].double() - value.double()).abs().max())

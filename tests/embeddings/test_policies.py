@@ -117,6 +117,13 @@ def test_golden_vectors_of_the_hash():
     assert (counts[1:] - 10_000).abs().max() < 400  # four standard deviations of a fair draw
 
 
+def test_golden_vectors_of_the_salted_hash():
+    """What table "item" of 1,001 rows hashes ids into: another number would send trained ids to other rows."""
+    assert salt_of("item") == 1562699798412597669
+    ids = torch.tensor([0, 1, 9, -1, 123456789012, 2**63 - 1])
+    assert hash_into(ids, rows=1001, salt=salt_of("item")).tolist() == [718, 378, 751, 789, 656, 221]
+
+
 @pytest.mark.parametrize(
     ("policies", "words"),
     [

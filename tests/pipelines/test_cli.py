@@ -159,7 +159,7 @@ def test_data_is_prepared_inspected_and_verified(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
-        (["train"], "--recipe is missing; one of: debug, ml100k_cpu, synthetic_cpu"),
+        (["train"], "--recipe is missing; one of: debug, dynamic_cpu, ml100k_cpu, synthetic_cpu"),
         (["train", "--recipe", "debug", "--optimizer.lrr", "1"], "unknown config key 'optimizer.lrr'"),
         (["train", "--recipe", "debug", "--resum"], "did you mean '--resume'?"),
         (["train", "--recipe", "debug", "--data", "nowhere"], "data.source is 'nowhere'"),
@@ -204,7 +204,9 @@ def test_a_run_is_one_process_that_ends_with_its_code():
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr == ("gemline: error: unknown recipe 'nothing'; valid: debug, ml100k_cpu, synthetic_cpu\n")
+    assert done.stderr == (
+        "gemline: error: unknown recipe 'nothing'; valid: debug, dynamic_cpu, ml100k_cpu, synthetic_cpu\n"
+    )
 
 
 def change_column(name: str, change, split: str = "train"):

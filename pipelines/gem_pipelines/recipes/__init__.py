@@ -10,11 +10,13 @@ from collections.abc import Callable
 from gem_pipelines.config import RunConfig
 from gem_pipelines.errors import ConfigError, did_you_mean
 from gem_pipelines.recipes.debug import debug
+from gem_pipelines.recipes.dynamic_cpu import dynamic_cpu
 from gem_pipelines.recipes.ml100k_cpu import ml100k_cpu
 from gem_pipelines.recipes.synthetic_cpu import synthetic_cpu
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     "debug": debug,
+    "dynamic_cpu": dynamic_cpu,
     "ml100k_cpu": ml100k_cpu,
     "synthetic_cpu": synthetic_cpu,
 }
