@@ -135,9 +135,11 @@ class Job:
             self._write(end)
             ended = True
         finally:
-            self.supervision.close(ended=ended)
+            try:
+                self.loader.close()  # still watched: after an error, a reader that stands still would keep this rank
+            finally:
+                self.supervision.close(ended=ended)
             self.display.stop()
-            self.loader.close()
             self.saver.close()
             if self._sinks is not None:
                 self._sinks.close()

@@ -54,7 +54,7 @@ LAST_SAVE = {"name": "failpoint", "place": "before_rename", "hit": 4, "error": T
 FAULTS = {
     "a rank leaves with code 0": ({"name": "leave", "step": 17}, None, ()),
     "a fault of the program": ({"name": "fail", "step": 17}, None, ()),
-    "the reader dies": ({"name": "reader", "batch": 9}, None, ()),
+    "the reader dies": ({"name": "reader_is_gone", "step": 17}, None, ()),
     "a fault at the end": ({"name": "finally"}, None, ()),
     "the last save fails": (LAST_SAVE, 0, ()),
     "the last save fails, others may": (LAST_SAVE, 0, ("--train.on-save-error", "continue")),

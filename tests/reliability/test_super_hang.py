@@ -7,6 +7,7 @@ last bit as if nothing had happened.
 from __future__ import annotations
 
 import json
+import signal
 import time
 
 import pyarrow.parquet as pq
@@ -59,6 +60,7 @@ CASES = {
     "hold_gil": ("its Python threads do not run", "in hold_gil"),
     "sleep": ("", "in sleep"),
     "skip_collective": ("", "in skip_collective"),
+    "read_forever": ("", "in read_forever"),
 }
 
 
@@ -71,8 +73,9 @@ def test_t4_a_rank_that_stands_still_ends_all(zygote, debug_data, straight, rng,
         run = tmp_path / str(number) / "run"
         command, output = arguments(run, debug_data), run.parent / "out"
         faults = {rank: {"name": fault, "step": step}}
+        at = step - (fault == "read_forever")  # the batch is asked for during the step before
         pids = zygote.start(command, world=WORLD, output=output, faults=faults)
-        since = wait_for_step(run, rank, step)
+        since = wait_for_step(run, rank, at)
         codes = zygote.wait(pids, seconds=LIMIT_S + 10)
         took.append(time.monotonic() - since)
         assert None not in codes, output.read_text()[-3000:]
@@ -87,7 +90,7 @@ def test_t4_a_rank_that_stands_still_ends_all(zygote, debug_data, straight, rng,
         assert f"the limit is {LIMIT_S:.1f} s" in parts[0]
         assert [part[0] for part in parts[1:]] == [str(r) for r in range(WORLD)]
         stuck, other = parts[1 + rank], parts[1 + 1 - rank]
-        assert f"in step {step} for" in stuck
+        assert f"in step {at} for" in stuck
         assert sign in stuck
         assert function in stuck, stuck
         for part in (other,) if fault == "hold_gil" else (stuck, other):
@@ -99,6 +102,26 @@ def test_t4_a_rank_that_stands_still_ends_all(zygote, debug_data, straight, rng,
         assert codes == [0] * WORLD, output.read_text()[-3000:]
         assert (losses(run), digests(run)) == straight
     counted(f"{fault}: ended after", ", ".join(f"{seconds:.1f} s" for seconds in took) + f" at a limit of {LIMIT_S} s")
+
+
+def test_t4_a_reader_that_stands_still_does_not_keep_a_job_whose_other_rank_died(
+    zygote, debug_data, straight, rng, counted, tmp_path
+):
+    """The rank that learns of the death closes its loader, whose thread never ends: it is watched there, too."""
+    rank, run, output = rng.randrange(WORLD), tmp_path / "run", tmp_path / "out"
+    faults = {rank: {"name": "read_forever", "step": 19}, 1 - rank: {"name": "die", "step": 17}}
+    pids = zygote.start(arguments(run, debug_data), world=WORLD, output=output, faults=faults)
+    since = wait_for_step(run, rank, 17)
+    codes = zygote.wait(pids, seconds=LIMIT_S + 10)
+    took = time.monotonic() - since
+    assert codes[rank] == 5, (codes, output.read_text()[-3000:])
+    assert codes[1 - rank] == -signal.SIGKILL
+    assert took <= LIMIT_S + 2
+    assert "in read_forever" in (run / "hang" / "start-0" / "report.txt").read_text()
+    codes = zygote.wait(zygote.start(arguments(run, debug_data), world=WORLD, output=output), seconds=100)
+    assert codes == [0] * WORLD, output.read_text()[-3000:]
+    assert (losses(run), digests(run)) == straight
+    counted("ended after", f"{took:.1f} s at a limit of {LIMIT_S} s")
 
 
 def test_t7_restarts_that_get_nowhere_end(zygote, debug_data, straight, rng, counted, tmp_path):

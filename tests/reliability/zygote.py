@@ -17,6 +17,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,8 @@ def install(fault: dict[str, Any]) -> None:
     if fault["name"] == "recapture":
         recapture(Path(fault["into"]))
         return
-    if fault["name"] == "reader":
-        break_reader(fault["batch"])
+    if fault["name"] in ("reader_is_gone", "read_forever"):
+        break_reader(fault["step"], globals()[fault["name"]])
         return
     if fault["name"] == "finally":
         break_ending()
@@ -114,19 +115,30 @@ def recapture(into: Path) -> None:
     checkpoint.restore = restore
 
 
-def break_reader(batch: int) -> None:
-    """The loader's thread that reads ahead dies of what no code of ours raises."""
-    from gem_data.loader import ArrowLoader
+def break_reader(step: int, how: Callable[[], None]) -> None:
+    """What the loader of training does instead of giving the batch of `step`, in the thread that reads ahead."""
+    from gem_data import loader as module
 
-    inner = ArrowLoader.epoch
+    inner = module._read
 
-    def epoch(self: Any) -> Any:
-        for number, item in enumerate(inner(self)):
-            if number == batch and self.split == "train":
-                raise MemoryError("the reader is gone")
-            yield item
+    def read(loader: Any, cursor: Any) -> Any:
+        for batch, after in inner(loader, cursor):
+            if batch.step + 1 == step and loader.split == "train":
+                how()
+            yield batch, after
 
-    ArrowLoader.epoch = epoch  # type: ignore[method-assign]
+    module._read = read  # type: ignore[assignment]
+
+
+def reader_is_gone() -> None:
+    """Die of what no code of ours raises."""
+    raise MemoryError("the reader is gone")
+
+
+def read_forever() -> None:
+    """Loop without an end."""
+    while True:
+        sum(range(1000))
 
 
 def break_ending() -> None:
