@@ -192,6 +192,7 @@ class FeatureTokens(nn.Module):
     def __init__(self, plan: ModelPlan, config: ModelConfig) -> None:
         super().__init__()
         self.plan, self.config = plan, config
+        self._known_places: dict[tuple[torch.device, tuple[str, ...]], Tensor] = {}
         self.dim = config.dim
         count = len(plan.features)
         self.weight_FED = nn.Parameter(torch.empty(count, config.table_dim, config.dim))
@@ -214,16 +215,24 @@ class FeatureTokens(nn.Module):
         names, requests = self.plan.features, inputs.requests
         if requests is None:
             return self._project(inputs, names, self.weight_FED)
-        once = [number for number, name in enumerate(names) if name in requests.features]
-        own = [number for number, name in enumerate(names) if name not in requests.features]
+        once = [name for name in names if name in requests.features]
+        own = [name for name in names if name not in requests.features]
+        places = self._places([*once, *own], self.weight_FED.device)
+        weight_FED = self.weight_FED.index_select(0, places)
         parts = []
         if once:
-            once_RFD = self._project(inputs, [names[number] for number in once], self.weight_FED[once])
-            parts.append(repeat(once_RFD, requests))
+            parts.append(repeat(self._project(inputs, once, weight_FED[: len(once)]), requests))
         if own:
-            parts.append(self._project(inputs, [names[number] for number in own], self.weight_FED[own]))
-        order = torch.tensor([*once, *own], device=self.weight_FED.device).argsort()
-        return torch.cat(parts, dim=1)[:, order]
+            parts.append(self._project(inputs, own, weight_FED[len(once) :]))
+        return torch.cat(parts, dim=1).index_select(1, self._places(names, self.weight_FED.device, of=[*once, *own]))
+
+    def _places(self, names: Sequence[str], device: torch.device, *, of: Sequence[str] | None = None) -> Tensor:
+        """Place of each name among `of` (None: all features); kept, so that the device is told once."""
+        key = (device, tuple(names))
+        if key not in self._known_places:
+            order = list(self.plan.features if of is None else of)
+            self._known_places[key] = torch.tensor([order.index(name) for name in names], device=device)
+        return self._known_places[key]
 
     def _project(self, inputs: ModelInput, names: Sequence[str], weight_FED: Tensor) -> Tensor:
         x_FBE = to_compute(torch.stack([inputs.embeddings[name] for name in names]), self.config)
