@@ -193,3 +193,26 @@ def test_settings_that_cannot_share_say_so_on_the_command_line(requests, tmp_pat
     arguments = ["--recipe", "debug", "--data", str(requests), "--run-dir", str(tmp_path / "run")]
     assert main(["train", *arguments, "--model.stream.cls-tokens", "1"]) == 1
     assert "cls_tokens is 1" in capsys.readouterr().err
+
+
+def test_plans_and_fitted_costs_count_a_request_with_its_impressions(job_on, requests, samples) -> None:
+    from gem_pipelines.cost_fit import draw_lengths, fit, measure_steps
+    from gem_pipelines.planner.recipe import recipe_workload
+
+    job = job_on(requests, "run")
+    found = [
+        recipe_workload(dataclasses.replace(job.config, data=dataclasses.replace(job.config.data)), data, world_size=2)
+        for data in (requests, samples)
+    ]
+    rows = [sum(file.rows for file in read_schema(data).files if file.split == "train") for data in (requests, samples)]
+    each = round(rows[1] / rows[0])
+    assert found[1].forward_flops < found[0].forward_flops < each * found[1].forward_flops
+    assert found[1].activation_bytes < found[0].activation_bytes < each * found[1].activation_bytes
+    loads = [{table.name: table.ids for table in work.tables} for work in found]
+    assert loads[0]["campaign"] == each * loads[1]["campaign"]
+    assert loads[0]["profile"] == loads[1]["profile"] == 1
+    lengths = draw_lengths(job.schema, most_rows=8, batches=16, seed=0)
+    measured = measure_steps(job.trainer, lengths, repeats=1, seed=0)
+    memory = fit(job.trainer, measured)["memory"]
+    assert memory.model.per_impression > 0
+    assert memory.held_out.mean < 0.2

@@ -26,6 +26,7 @@ def recipe_workload(config: RunConfig, data: DataPath, *, world_size: int) -> Wo
             f"data.global_batch_size is {config.data.global_batch_size}, fewer rows than {world_size} ranks; give more "
             "with --data.global_batch_size"
         )
+    shown = described.get("impressions")
     return shaped_workload(
         schema,
         config.model,
@@ -35,6 +36,7 @@ def recipe_workload(config: RunConfig, data: DataPath, *, world_size: int) -> Wo
         stream_means={stream.name: float(described["streams"][stream.name]["mean"]) for stream in schema.streams},
         list_means={feature.name: float(described["lists"][feature.name]["mean"]) for feature in schema.lists},
         source=f"recipe {config.name} on its data",
+        impressions=None if shown is None else max(1, round(float(shown["mean"]))),
     )
 
 

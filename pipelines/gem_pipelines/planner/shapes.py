@@ -16,7 +16,7 @@ from torch import nn
 from gem_pipelines.config import ModelConfig
 from gem_pipelines.model.build import build_model, table_specs
 from gem_pipelines.model.flops import model_flops, training_flops
-from gem_pipelines.model.inputs import ModelInput, StreamInput
+from gem_pipelines.model.inputs import ModelInput, Requests, StreamInput
 from gem_pipelines.model.plan import plan_model
 from gem_pipelines.planner.workload import TableLoad, Workload, dense_units
 
@@ -39,59 +39,70 @@ def shaped_workload(
     stream_means: dict[str, float],
     list_means: dict[str, float],
     source: str,
+    impressions: int | None = None,
 ) -> Workload:
     """Workload of `batch` samples a rank.
 
-    lengths  stream -> events of a few rows that stand for all; stream_means, list_means: mean ids a row
+    lengths  stream -> events of a few rows that stand for all; stream_means, list_means: mean ids a row, of a list that
+             each impression has: an impression
+    impressions  of each row, where rows are requests: a "sample" is then a request with all of them
 
     Sizes are taken on a CPU, whatever the kernels that will train: those of the batched PyTorch implementation.
     """
     config = on_cpu(config)
     rows = len(next(iter(lengths.values()), [0] * PROBE_ROWS))
-    forward = _per_sample(config, schema, lengths, rows, backward=False)
-    both = _per_sample(config, schema, lengths, rows, backward=True)
+    forward = _per_sample(config, schema, lengths, rows, impressions, backward=False)
+    both = _per_sample(config, schema, lengths, rows, impressions, backward=True)
     model = build_model(schema, config, seed=0)
     return Workload(
         name=name,
-        units=dense_units(model, in_out=_interaction_sizes(schema, config)),
-        tables=_table_loads(schema, config, stream_means, list_means),
+        units=dense_units(model, in_out=_interaction_sizes(schema, config, impressions or 1)),
+        tables=_table_loads(schema, config, stream_means, list_means, impressions or 1),
         batch=batch,
         forward_flops=forward["mean"],
         backward_flops=both["mean"] - forward["mean"],
         flops_spread=both["spread"],
-        activation_bytes=saved_bytes(model, schema, config, lengths) / rows,
+        activation_bytes=saved_bytes(model, schema, config, lengths, impressions) / rows,
         source=source,
     )
 
 
 def _per_sample(
-    config: ModelConfig, schema: Schema, lengths: dict[str, list[int]], rows: int, *, backward: bool
+    config: ModelConfig,
+    schema: Schema,
+    lengths: dict[str, list[int]],
+    rows: int,
+    impressions: int | None,
+    *,
+    backward: bool,
 ) -> dict[str, float]:
     """Mean and relative spread of a sample's FLOPs."""
     count = training_flops if backward else model_flops
-    each = [
-        sum(count(config, schema, {name: [found[row]] for name, found in lengths.items()}, rows=1).values())
-        for row in range(rows)
-    ]
+    shown = None if impressions is None else [impressions]
+    one = [{name: [found[row]] for name, found in lengths.items()} for row in range(rows)]
+    each = [sum(count(config, schema, own, rows=1, impressions=shown).values()) for own in one]
     mean = sum(each) / rows
     spread = math.sqrt(sum((value - mean) ** 2 for value in each) / rows)
     return {"mean": mean, "spread": spread / mean if mean else 0.0}
 
 
-def _interaction_sizes(schema: Schema, config: ModelConfig) -> list[tuple[int, int]]:
+def _interaction_sizes(schema: Schema, config: ModelConfig, impressions: int = 1) -> list[tuple[int, int]]:
     """Numbers a sample that go into and come out of each layer's interaction."""
     plan = plan_model(schema, config)
-    out = config.interaction.tokens * config.dim
-    return [((plan.tokens_in[i] + plan.summary_tokens) * config.dim, out) for i in range(config.layers)]
+    out = config.interaction.tokens * config.dim * impressions
+    tokens = [plan.tokens_in[i] + plan.summary_tokens for i in range(config.layers)]
+    return [(count * config.dim * impressions, out) for count in tokens]
 
 
 def _table_loads(
-    schema: Schema, config: ModelConfig, means: dict[str, float], lists: dict[str, float]
+    schema: Schema, config: ModelConfig, means: dict[str, float], lists: dict[str, float], impressions: int
 ) -> tuple[TableLoad, ...]:
-    loads = []
+    loads, once = [], schema.request_keys()
     for spec in table_specs(schema, config):
-        ids = sum(_ids(feature, lists, means) for feature in spec.features)
-        vectors = float(len(spec.features)) if spec.pooling != "none" else ids
+        times = {feature: 1 if feature in once else impressions for feature in spec.features}
+        ids = sum(times[feature] * _ids(feature, lists, means) for feature in spec.features)
+        # A pooled feature gives one vector for each row of the tensor of ids, which are impressions.
+        vectors = float(len(spec.features) * impressions) if spec.pooling != "none" else ids
         loads.append(
             TableLoad(
                 name=spec.name, rows=spec.rows, dim=spec.dim, ids=ids, vectors=vectors, features=len(spec.features)
@@ -106,9 +117,15 @@ def _ids(feature: str, lists: dict[str, float], streams: dict[str, float]) -> fl
     return streams.get(feature.partition(".")[0], 1.0) if "." in feature else 1.0
 
 
-def saved_bytes(model: nn.Module, schema: Schema, config: ModelConfig, lengths: dict[str, list[int]]) -> int:
+def saved_bytes(
+    model: nn.Module,
+    schema: Schema,
+    config: ModelConfig,
+    lengths: dict[str, list[int]],
+    impressions: int | None = None,
+) -> int:
     """Bytes that autograd keeps after a forward of random rows with these lengths; parameters are not counted."""
-    inputs = _random_inputs(schema, config, lengths)
+    inputs = _random_inputs(schema, config, lengths, impressions)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
     alive = []
@@ -125,14 +142,18 @@ def saved_bytes(model: nn.Module, schema: Schema, config: ModelConfig, lengths: 
     return sum(kept.values())
 
 
-def _random_inputs(schema: Schema, config: ModelConfig, lengths: dict[str, list[int]]) -> ModelInput:
+def _random_inputs(
+    schema: Schema, config: ModelConfig, lengths: dict[str, list[int]], impressions: int | None
+) -> ModelInput:
     generator = torch.Generator().manual_seed(0)
     rows = len(next(iter(lengths.values()))) if lengths else PROBE_ROWS
+    once, count = frozenset(schema.request_keys()), rows * (impressions or 1)
 
     def vectors(count: int) -> torch.Tensor:
         return torch.randn(count, config.table_dim, generator=generator).requires_grad_()
 
-    embeddings = {feature.name: vectors(rows) for feature in (*schema.scalars, *schema.lists)}
+    names = [feature.name for feature in (*schema.scalars, *schema.lists)]
+    embeddings = {name: vectors(rows if name in once else count) for name in names}
     streams = {}
     for stream in schema.streams:
         counts = torch.tensor(lengths[stream.name])
@@ -146,7 +167,15 @@ def _random_inputs(schema: Schema, config: ModelConfig, lengths: dict[str, list[
         )
     return ModelInput(
         embeddings=embeddings,
-        dense=torch.zeros(rows, len(schema.dense)),
-        timestamps=torch.full((rows,), 10**9),
+        dense=torch.zeros(count, len(schema.dense)),
+        timestamps=torch.full((count,), 10**9),
         streams=streams,
+        requests=None
+        if impressions is None
+        else Requests(
+            offsets=impressions * torch.arange(rows + 1),
+            owner=torch.arange(rows).repeat_interleave(impressions),
+            most=impressions,
+            features=once,
+        ),
     )
