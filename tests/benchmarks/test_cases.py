@@ -90,6 +90,20 @@ def spoil_ledger(directory):
     return directory
 
 
+def spoil_division(rows):
+    return (rows[1][:1], *rows[1:])
+
+
+def spoil_order(order):
+    order[[0, 1]] = order[[1, 0]]
+    return order
+
+
+def spoil_exchange(batch):
+    batch.streams["views"].times[-1] += 1
+    return batch
+
+
 @pytest.mark.parametrize(
     ("name", "spoil"),
     [
@@ -99,6 +113,10 @@ def spoil_ledger(directory):
         ("attention.seeds_eager_uniform", spoil_first),
         ("data.epoch_shuffled_ragged", spoil_batches),
         ("data.epoch_in_order_ragged", lambda batches: batches[:-1]),
+        ("data.partition_lpt", spoil_division),
+        ("data.partition_kk", lambda rows: rows[::-1][:-1]),
+        ("data.base_batch_order", spoil_order),
+        ("data.exchange_ragged", spoil_exchange),
         ("datasets.synthetic_ragged", lambda data: dataclasses.replace(data, train=data.train.slice(1))),
         ("embeddings.train_reference_ragged", spoil_vectors),
         ("pipelines.auc", spoil_auc),

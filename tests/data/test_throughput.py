@@ -25,3 +25,6 @@ def test_it_counts_rows_and_events(tmp_path: Path) -> None:
     assert found["samples"] == 600
     assert found["events"] == sum(len(times) for times in table.column("stream.ratings.time").to_pylist())
     assert found["samples_per_s"] * found["loader_s"] == pytest.approx(600)
+    stages = ("hash", "decode", "columns", "checks", "views", "batches")
+    assert all(found[f"{stage}_s"] > 0 for stage in stages), found
+    assert found["share_of_bound"] == found["pyarrow_s"] / found["loader_s"]

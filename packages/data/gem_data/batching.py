@@ -151,6 +151,8 @@ def shares(left: Sequence[int] | Int64, count: int) -> Int64:
     [3, 3, 2]
     """
     left = np.asarray(left, dtype=np.int64)
+    if len(left) == 1:
+        return np.array([count], dtype=np.int64)
     ordered = np.sort(left)
     # below[i]: rows given when the level is ordered[i], the i + 1 smallest giving everything they have.
     below = np.cumsum(ordered) + ordered * np.arange(len(left) - 1, -1, -1)

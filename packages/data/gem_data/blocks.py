@@ -104,11 +104,13 @@ class Block:
     def __init__(self, path: Path | RemotePath, chunks: Sequence[Chunk], *, size_bytes: int) -> None:
         self._starts: list[int] = []
         self._pieces: list[memoryview] = []
+        remote = isinstance(path, RemotePath)
         with path.open("rb") as file:
             for start, stop in _spans(chunks):
                 file.seek(start)
                 self._starts.append(start)
-                self._pieces.append(memoryview(file.read(stop - start)))
+                piece = memoryview(file.read(stop - start)) if remote else _read_into_pool(file, stop - start)
+                self._pieces.append(piece)
         self._size, self._position = size_bytes, 0
 
     @property
@@ -160,6 +162,17 @@ class Block:
 
     def close(self) -> None:
         """The memory lives as long as the decoder needs it."""
+
+
+def _read_into_pool(file: Any, count: int) -> memoryview:
+    """Up to `count` bytes, in memory of Arrow's pool, which comes back with its pages in place; others must fault."""
+    piece, done = memoryview(pa.allocate_buffer(count)).cast("B"), 0
+    while done < count:
+        came = file.readinto(piece[done:])
+        if not came:
+            break
+        done += came
+    return piece[:done]
 
 
 def _spans(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:

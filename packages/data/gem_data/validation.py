@@ -167,11 +167,12 @@ def _time_problem(stream: StreamInfo, events: Events, rows: Rows, where: Where) 
     column = f"stream.{stream.name}.time"
     if not times.size:
         return
-    falls = np.flatnonzero(times[1:] < times[:-1]) + 1
+    falls = times[1:] < times[:-1]
     # A fall from the last event of one row to the first of the next is no fall.
-    inside = falls[offsets[np.searchsorted(offsets, falls)] != falls]
-    if inside.size:
-        place = int(inside[0])
+    first = offsets[1:-1]
+    falls[first[(first > 0) & (first < times.size)] - 1] = False
+    if falls.any():
+        place = int(np.argmax(falls)) + 1
         row, text = _element(offsets, place)
         came = f"{int(times[place])} after {int(times[place - 1])}{text}"
         yield _row_error(rows, where, column, row, "times that do not decrease (oldest event first)", came)
