@@ -11,8 +11,9 @@ processes of each world size by itself, one world after the other; each may take
    size, against one GPU: parameters, moments and tables within 1e-5, losses within 1e-5 (relative). Learning rates are
    those of recipe ml100k_cpu: at three times as much, rounding grows past 1e-5 within 20 steps of this model.
 2. Speed of a mid-size recipe, the same batch a rank at every world size, in variants: "plain"; "overlap" (the next
-   step's ids sent beside this one; the default of a job); "fused" (model.hstu of the attention's implementation);
-   "bf16" (model.compute); "graphs" (model.graphs), each with all before it; "compiled" (model.compile on "bf16").
+   step's ids sent beside this one; the default of a job); with it "fused" (model.hstu of the attention's
+   implementation), "graphs32" (model.graphs), "bf16" (model.compute, and parallel.reshard off), "graphs" (both of the
+   last two), "compiled" ("bf16" and model.compile). The same four batches in turn: their shapes are known to cuBLAS.
    Step time (median, slowest rank, and the
    mean), in ms like all times; scaling (step of one GPU over step of n in the same variant: 1 is ideal); of rank 0: GPU
    busy, exposed communication (NCCL kernels beside which no other kernel runs), host (a step less its wait for the

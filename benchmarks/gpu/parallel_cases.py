@@ -36,6 +36,7 @@ KINDS = ("item=row_wise", "user=data_parallel", "tag=table_row_wise")
 TWO: dict[str, tuple[dict[str, Any], str]] = {
     "replicate2.table2": ({"replicate": 2, "table_shard": 2}, "dhen"),
     "shard2.table2": ({"shard": 2}, "dhen"),
+    "shard2.kept": ({"shard": 2, "reshard": False}, "dhen"),
     "expert2.table2": ({"expert": 2}, "dhen"),
     "expert2.parts": ({"expert": 2}, "experts"),
     "replicate2.table1x2": ({"table_replica": 2}, "dhen"),
@@ -74,21 +75,20 @@ SPEED: dict[int, dict[str, dict[str, Any]]] = {
         "shard2.replicate2.table2x2": {"shard": 2, "table_replica": 2},
     },
 }
-# What is switched on, each with all of the ones before it, but for "compiled", which is "bf16" and no graphs.
+# What is switched on.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "overlap": {"overlap": True},
     "fused": {"overlap": True, "fused": True},
-    "bf16": {"overlap": True, "fused": True, "compute": "bfloat16"},
+    "graphs32": {"overlap": True, "graphs": ("summaries", "interaction", "heads")},
+    "bf16": {"overlap": True, "compute": "bfloat16"},
     "graphs": {
         "overlap": True,
-        "fused": True,
         "compute": "bfloat16",
         "graphs": ("summaries", "interaction", "heads"),
     },
     "compiled": {
         "overlap": True,
-        "fused": True,
         "compute": "bfloat16",
         "compile": ("features", "interaction", "heads"),
     },
@@ -100,7 +100,7 @@ def speed_runs(world: int, device: str) -> list[tuple[str, str]]:
     """(factorization, variant) in the order in which they are run."""
     names = list(SPEED[world])
     variants = (
-        ["overlap", "bf16", "graphs", "fused", "plain", "compiled"]
+        ["overlap", "graphs", "bf16", "graphs32", "plain", "fused", "compiled"]
         if device == "cuda"
         else ["overlap", "bf16", "plain"]
     )
@@ -195,12 +195,13 @@ def speed_config(size: Size, parallel: dict[str, Any], *, attention: str, varian
         compile=on.get("compile", ()),
         graphs=on.get("graphs", ()),
     )
+    reshard = on.get("compute") != "bfloat16"  # at its best: there is memory to keep what was gathered
     return RunConfig(
         name="mid",
         model=model,
         optimizer=OptimizerConfig(lr=1e-3),
         train=TrainConfig(steps=1000),
-        parallel=ParallelConfig(overlap=on.get("overlap", False), **parallel),
+        parallel=ParallelConfig(overlap=on.get("overlap", False), reshard=reshard, **parallel),
     )
 
 

@@ -7,6 +7,7 @@ Rank 0 writes WORK/world-<n>.json. At world size 1 the states that others are co
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import math
@@ -35,7 +36,7 @@ from gem_pipelines.planner.estimate import Assumptions, estimate
 from gem_pipelines.planner.moves import bytes_by_axis
 from gem_pipelines.planner.shapes import shaped_workload
 from gem_pipelines.runtime import Runtime, start_runtime
-from gem_pipelines.timing import PartClock
+from gem_pipelines.timing import PartClock, only_new_garbage
 from gem_pipelines.trainer import Trainer
 from parallel_profile import profiled, watched
 from torch.distributed.fsdp import FSDPModule
@@ -164,6 +165,7 @@ def speed(work: Path, runtime: Runtime, size: cases.Size, attention: str) -> dic
         except Exception as problem:  # in the table, and the run fails at its end: the other rows are worth having
             rows.append({**label, "reason": f"{type(problem).__name__}: {problem}"[:200], "failed": True})
             traceback.print_exc()
+        gc.collect()
         if runtime.device.type == "cuda":
             torch.cuda.empty_cache()
     return {"rows": rows, "topology": to_json(topology), "collective_call_s": call_s}
@@ -201,7 +203,7 @@ def timed(trainer: Trainer, batches: list[Any], steps: int) -> dict[str, Any]:
     train(trainer, batches, 6)
     traffic = counted(trainer, batches[0])
     marks = [begin(runtime)]
-    with watched(trainer) as spent:
+    with only_new_garbage(), watched(trainer) as spent:
         train(trainer, batches, steps, after=lambda: marks.append(time.perf_counter()))
     synchronize(runtime)
     mean = (time.perf_counter() - marks[0]) / steps

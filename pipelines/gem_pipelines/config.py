@@ -54,6 +54,7 @@ FREE_ON_RESUME = frozenset(
         "parallel.table_sharding",
         "parallel.fully_sharded",
         "parallel.overlap",
+        "parallel.reshard",
         "tables.sharding",
         "tables.planner",
         "tables.cache_share",
@@ -271,6 +272,9 @@ class ParallelConfig:
     """"average": micro-batches between two averages."""
     moment_scaling: bool = True
     """"average": divide the second moment by table_replica, which keeps the size of steps."""
+    reshard: bool = True
+    """Free the gathered parameters of a layer, and of an expert, after its forward pass and gather them once more for
+    its backward pass. False: keep them in between, which takes their memory and saves the second gather."""
     overlap: bool = True
     """Check the next step's batches and send their ids to the tables' owners while this step is computed."""
 

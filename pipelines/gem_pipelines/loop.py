@@ -35,7 +35,7 @@ from gem_pipelines.runlock import RunLock
 from gem_pipelines.sinks import Sinks
 from gem_pipelines.spikes import SpikeWatch
 from gem_pipelines.supervision import Supervision
-from gem_pipelines.timing import PartClock
+from gem_pipelines.timing import PartClock, only_new_garbage
 from gem_pipelines.trainer import Trainer
 from gem_pipelines.windows import ends_epoch, epoch_of, evaluate_next_window, evaluates_window
 
@@ -125,9 +125,10 @@ class Job:
             if resumed_from is not None and self._lacks("progressive"):
                 self._evaluate_window()
             steps = self._steps()
-            while self.trainer.position.step < self.total_steps:
-                self._one_step(steps, peak)
-                self._save_and_evaluate()
+            with only_new_garbage():
+                while self.trainer.position.step < self.total_steps:
+                    self._one_step(steps, peak)
+                    self._save_and_evaluate()
             self.supervision.enter("finish", step=self.total_steps)
             self.saver.finish(self.total_steps)  # exit code 0 means that the last checkpoint is durable
             self._record_saves()

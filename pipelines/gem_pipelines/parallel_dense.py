@@ -4,7 +4,8 @@
 names and shapes, whole tensors from this rank's parts, this rank's part of a whole tensor, and the gradient's norm.
 Names and whole tensors never depend on the mesh; that is what lets a run resume on another one.
 
-FSDP2: each layer is a unit, so are a rank's experts (on their own, smaller mesh), the rest is the root's. On the mesh
+FSDP2: each layer is a unit, so are a rank's experts (on their own, smaller mesh; where that is one rank, they are plain
+parameters), the rest is the root's. On the mesh
 ("replicate", "shard_expert") it gathers and reduce-scatters within a copy and all-reduces 1 / (shard * expert) of the
 gradients across copies. Its mean over the mesh is what loss.py scales for. Where the model computes in bfloat16, layers
 and experts gather bfloat16 and reduce float32; the root's parameters (first tokens, summaries, heads) stay float32.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -137,7 +139,10 @@ def _whole(part: Tensor) -> Tensor:
 
 def own_part(tensor: Tensor) -> Tensor:
     """What this rank holds of `tensor`, as a plain tensor on the same memory, without gradient."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with torch.no_grad():  # then it is an attribute; anything else goes through DTensor's dispatch, 50 us or more
+        return tensor.to_local()
 
 
 def as_part_of(part: Tensor, like: Tensor) -> Tensor:
@@ -149,16 +154,28 @@ def as_part_of(part: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def shard_parameters(model: nn.Module, meshes: Meshes, experts: Iterable[nn.Module]) -> nn.Module:
-    """Cut the parameters of `model` in place: experts over "shard", all others over "shard_expert"."""
+def shard_parameters(
+    model: nn.Module, meshes: Meshes, experts: Iterable[nn.Module], *, reshard: bool = True
+) -> nn.Module:
+    """Cut the parameters of `model` in place: experts over "shard", all others over "shard_expert".
+
+    reshard: as in ParallelConfig. Each layer gathers the next one's parameters before it computes, so that a host which
+    is just ahead of the device does not make it wait for them.
+    """
     # Some members end in a view; it is only ever stacked, never changed in place, which is what torch warns of.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mixed = {"mp_policy": MIXED} if getattr(model, "compute", "float32") == "bfloat16" else {}
+    alone: set[nn.Parameter] = set()  # of experts that no other rank holds a part or a copy of
     for expert in experts:
-        fully_shard(expert, mesh=meshes.experts, reshard_after_forward=True, **mixed)
+        if meshes.experts.size() == 1:
+            alone.update(expert.parameters())
+        else:
+            fully_shard(expert, mesh=meshes.experts, reshard_after_forward=reshard, **mixed)
     for layer in model.layers:
-        fully_shard(layer, mesh=meshes.shared, reshard_after_forward=True, **mixed)
-    fully_shard(model, mesh=meshes.shared, reshard_after_forward=False)
+        fully_shard(layer, mesh=meshes.shared, reshard_after_forward=reshard, ignored_params=alone, **mixed)
+    fully_shard(model, mesh=meshes.shared, reshard_after_forward=False, ignored_params=alone)
+    for layer, coming in pairwise(model.layers):
+        layer.set_modules_to_forward_prefetch([coming])
     for module in model.modules():
         # A rank that did not use a parameter must still bring its zeros. torch before 2.13 has no such switch; the
         # models here give every parameter a gradient on every batch, which tests/pipelines/test_parallel.py holds.

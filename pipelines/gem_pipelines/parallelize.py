@@ -146,7 +146,9 @@ def parallelize(
     meshes = make_meshes(parallel, runtime)
     model = model.to(runtime.device)
     expected = {name: (tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
-    forward, placement = _place_dense(model, meshes, runtime, compiled, graphs, rows_per_rank)
+    forward, placement = _place_dense(
+        model, meshes, runtime, compiled=compiled, graphs=graphs, rows=rows_per_rank, reshard=parallel.reshard
+    )
     tables = _place_tables(
         specs,
         config,
@@ -170,7 +172,14 @@ def parallelize(
 
 
 def _place_dense(
-    model: nn.Module, meshes: Meshes | None, runtime: Runtime, compiled: Sequence[str], graphs: Sequence[str], rows: int
+    model: nn.Module,
+    meshes: Meshes | None,
+    runtime: Runtime,
+    *,
+    compiled: Sequence[str],
+    graphs: Sequence[str],
+    rows: int,
+    reshard: bool,
 ) -> tuple[nn.Module, Placement]:
     """(what the step calls, where the parameters are); `model` is changed in place."""
     whole = WholeParameters(model.named_parameters())
@@ -183,7 +192,7 @@ def _place_dense(
     expert = make_collectives(meshes, "expert", impl="torch")
     owners = place_experts(model, ExpertGroup(expert)) if expert.size > 1 else {}
     compile_parts(model, compiled)
-    shard_parameters(model, meshes, experts_in(model))
+    shard_parameters(model, meshes, experts_in(model), reshard=reshard)
     shard = make_collectives(meshes, "shard_expert", impl="torch")
     return model, ShardedParameters(whole.shapes, shard=shard, expert=expert, owners=owners)
 

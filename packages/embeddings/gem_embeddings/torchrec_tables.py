@@ -113,7 +113,8 @@ class TorchRecTables(nn.Module):
         if managed:
             exchange = None if replicas is None else replicas.exchange
             self._managed = ManagedTables(specs, managed, group=self.group, exchange=exchange, device=self.device)
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        # Of high priority: the host waits for its small kernels, which would queue up behind those of the dense part.
+        self._stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
 
     def prepare(self, ids: KeyedJaggedTensor) -> Started:
         """Check ids, apply policies, start their exchange; see the interface."""

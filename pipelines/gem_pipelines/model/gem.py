@@ -32,7 +32,7 @@ from gem_pipelines.model.plan import ModelPlan, StreamPlan
 from gem_pipelines.model.repeat import repeat
 from gem_pipelines.model.requests import pack_view, view_of_stream
 from gem_pipelines.model.target_read import TargetRead
-from gem_pipelines.model.tokens import EventTokens, FeatureTokens, Packed
+from gem_pipelines.model.tokens import EventTokens, FeatureTokens, Packed, with_table
 from gem_pipelines.model.wukong import Wukong, WukongExperts
 
 NEEDS_WEIGHTS = ("pffn", "interformer")
@@ -122,6 +122,7 @@ class GemModel(nn.Module):
         super().__init__()
         self.plan = plan
         self.compute = config.compute
+        self.fused = config.hstu != "layers"
         self.features = FeatureTokens(plan, config)
         self.starts = nn.ModuleDict({stream.name: Start(stream, config) for stream in plan.streams})
         self.contexts = nn.ModuleDict(
@@ -143,6 +144,8 @@ class GemModel(nn.Module):
         angles = torch.promote_types(x_BND.dtype, torch.float32)
         views = {stream.name: view_of_stream(inputs, stream) for stream in self.plan.streams}
         packed = {stream.name: pack_view(stream, views[stream.name], dtype=angles) for stream in self.plan.streams}
+        if self.fused:
+            packed = {name: with_table(one) for name, one in packed.items()}
         tokens = {}
         for name, start in self.starts.items():
             context_BCD = self.contexts[name](x_BND) if name in self.contexts else None

@@ -16,10 +16,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import cast
 
-import torch
 import torch.nn.functional as F
 from gem_attention.api import attention
-from gem_attention.block_api import hstu_block, rotary_table
+from gem_attention.block_api import hstu_block
 from gem_attention.interface import AttentionSpec, BlockImpl, HstuSpec, MaskSpec, RecomputeSpec
 from torch import Tensor, nn
 
@@ -87,17 +86,13 @@ class HstuBlock(nn.Module):
         return x_TD + self.out(gated_TD)
 
     def _fused(self, x_TD: Tensor, packed: Packed) -> Tensor:
-        table = None
-        if packed.angles is not None:
-            wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-            table = rotary_table(packed.angles.to(wide))
         return hstu_block(
             x_TD,
             self.uvqk.weight.to(x_TD.dtype),
             self.out.weight.to(x_TD.dtype),
             attention=lambda q, k, v: attention(q, k, v, spec=self.spec, layout=packed.masked, impl=self.impl),
             spec=self.block_spec,
-            table=table,
+            table=packed.table,
             recompute=self.recompute,
             impl=cast(BlockImpl, self.block),
         )

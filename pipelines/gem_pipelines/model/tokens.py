@@ -10,11 +10,13 @@ Letters: B rows, N events of a stream, T tokens of a stream, F features, E table
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from gem_attention.api import make_layout
+from gem_attention.block_api import rotary_table
 from gem_attention.interface import Layout, RotarySpec
 from gem_attention.rotary import apply_rotary, rotary_angles
 from torch import Tensor, nn
@@ -43,6 +45,7 @@ class Packed:
                   with a candidate, `recent` have a row an impression, `pooled` is of events alone, `weighted` None
     recent        (B, R) positions of the latest events, latest first; is_recent says which exist
     angles        (T, head dim / 2) rotary angles, or None
+    table         their cosines and sines as `gem_attention.block_api` takes them, for blocks that do, or None
 
     Example, one context token, one target, rows of 2 and 0 events, R = 1: offsets [0, 4, 6], order
     [0, 2, 3, 4, 1, 5] (contexts are rows 0 and 1, events 2 and 3, targets 4 and 5), events [1, 2],
@@ -60,7 +63,15 @@ class Packed:
     recent: Tensor
     is_recent: Tensor
     angles: Tensor | None
+    table: Tensor | None = None
     requests: Requests | None = None
+
+
+def with_table(packed: Packed) -> Packed:
+    """The same with `table`."""
+    if packed.angles is None:
+        return packed
+    return dataclasses.replace(packed, table=rotary_table(packed.angles))
 
 
 def rotary_spec(plan: StreamPlan) -> RotarySpec:
@@ -73,7 +84,6 @@ def pack(plan: StreamPlan, stream: StreamInput, timestamps_B: Tensor, *, dtype: 
     rows, events = stream.offsets.shape[0] - 1, stream.actions.shape[0]
     device = stream.offsets.device
     c, m = plan.context, plan.targets
-    row_B = torch.arange(rows, device=device)
     offsets = stream.offsets + (c + m) * torch.arange(rows + 1, device=device)
     total, longest = events + (c + m) * rows, stream.max_len + c + m if rows else 0
     row_N = torch.repeat_interleave(stream.offsets.diff(), output_size=events)
@@ -86,8 +96,8 @@ def pack(plan: StreamPlan, stream: StreamInput, timestamps_B: Tensor, *, dtype: 
     is_recent_BR = recent_BR >= (offsets[:-1, None] + c)
     size = {"q_offsets": offsets, "max_q_len": longest, "total_q": total, "check_values": False}
     counts = {
-        "num_targets": torch.full_like(row_B, m) if m else None,
-        "num_context": torch.full_like(row_B, c) if c else None,
+        "num_targets": torch.full((rows,), m, device=device) if m else None,
+        "num_context": torch.full((rows,), c, device=device) if c else None,
     }
     width = plan.config.weight_tokens
     weights = {
@@ -95,6 +105,9 @@ def pack(plan: StreamPlan, stream: StreamInput, timestamps_B: Tensor, *, dtype: 
         "max_k_len": width,
         "total_k": width * rows,
     }
+    angles_TK = None
+    if plan.config.rotary:
+        angles_TK = _angles(plan, stream, timestamps_B, offsets, order_T=order_T, row_N=row_N, dtype=dtype)
     return Packed(
         offsets=offsets,
         order=order_T,
@@ -106,9 +119,7 @@ def pack(plan: StreamPlan, stream: StreamInput, timestamps_B: Tensor, *, dtype: 
         target=offsets[1:] - 1,
         recent=torch.where(is_recent_BR, recent_BR, offsets[1:, None] - 1).clamp(min=0),
         is_recent=is_recent_BR,
-        angles=_angles(plan, stream, timestamps_B, offsets, order_T=order_T, row_N=row_N, dtype=dtype)
-        if plan.config.rotary
-        else None,
+        angles=angles_TK,
     )
 
 

@@ -101,7 +101,8 @@ def _unit(workload: Workload, spec: MeshSpec, unit: Unit, expert_rank: int) -> I
                 own.append((f"expert {number} of", list(unit.experts.shapes[number]), "shard", spec.shard))
     for label, parts, axis, ranks in [("", shapes, "shard_expert", spec.shard * spec.expert), *own]:
         elements = padded_shard(parts, ranks)
-        gathered, reduced = elements * workload.gather_bytes, elements * workload.reduce_bytes
+        each = workload.root_gather_bytes if unit.root else None
+        gathered, reduced = elements * (each or workload.gather_bytes), elements * workload.reduce_bytes
         what = f"{label} {unit.name}".strip()
         gathers = 1 if unit.root else 2
         yield _move(

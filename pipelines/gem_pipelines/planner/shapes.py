@@ -50,6 +50,7 @@ def shaped_workload(
     Sizes are taken on a CPU, whatever the kernels that will train: those of the batched PyTorch implementation.
     """
     config = on_cpu(config)
+    number = 2 if config.compute == "bfloat16" else 4
     rows = len(next(iter(lengths.values()), [0] * PROBE_ROWS))
     forward = _per_sample(config, schema, lengths, rows, impressions, backward=False)
     both = _per_sample(config, schema, lengths, rows, impressions, backward=True)
@@ -63,6 +64,9 @@ def shaped_workload(
         backward_flops=both["mean"] - forward["mean"],
         flops_spread=both["spread"],
         activation_bytes=saved_bytes(model, schema, config, lengths, impressions) / rows,
+        gather_bytes=number,
+        root_gather_bytes=4,
+        activation_number_bytes=number,
         source=source,
     )
 

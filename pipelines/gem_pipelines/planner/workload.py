@@ -71,6 +71,7 @@ class Workload:
     activation_bytes  saved for backward, a sample, without recomputation
     gather_bytes, reduce_bytes, activation_number_bytes, vector_bytes   bytes of one parameter as gathered, one gradient
                       as reduced, one activation, one number of an embedding vector, as they travel
+    root_gather_bytes  of one parameter of the root unit as gathered; None: gather_bytes
     source            where these figures come from
     """
 
@@ -86,6 +87,7 @@ class Workload:
     reduce_bytes: int = 4
     activation_number_bytes: int = 4
     vector_bytes: int = 4
+    root_gather_bytes: int | None = None
     source: str = ""
 
     @property

@@ -13,7 +13,7 @@ from gem_pipelines.model.build import build_model
 from gem_pipelines.model.config import ModelConfig
 from gem_pipelines.model.hstu import HstuBlock
 from gem_pipelines.model.testing import NOW, clicks_plan, make_config, make_inputs, make_schema, stream_config
-from gem_pipelines.model.tokens import pack
+from gem_pipelines.model.tokens import pack, with_table
 
 CLICKS = [3, 0, 5]
 STREAMS = {"plain": {}, "no_rotary": {"rotary": False}, "context": {"cls_tokens": 1, "window": 2}}
@@ -26,7 +26,7 @@ def outcome(stream=None, dtype=torch.float64, **changes):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         block = HstuBlock(plan, config).to(dtype)
-        packed = pack(plan, make_inputs(CLICKS).streams["clicks"], torch.full((3,), NOW), dtype=dtype)
+        packed = with_table(pack(plan, make_inputs(CLICKS).streams["clicks"], torch.full((3,), NOW), dtype=dtype))
         # drawn in one dtype, so that every dtype sees the same numbers
         drawn = torch.randn(2, packed.plain.total_q, plan.config.dim, dtype=torch.float64).to(dtype)
         x_TD, above_TD = drawn[0].requires_grad_(), drawn[1]
