@@ -131,6 +131,8 @@ def print_host(found: dict[int, dict[str, Any]]) -> None:
             continue
         phases = ", ".join(f"{phase} {seconds * 1e3:.1f}" for phase, seconds in row["host_phases_s"].items())
         print(f"world {world}, {row['name']}, {row['variant']}: host ms a step: {phases}")
+        for line, count in list(row.get("waits_by_line", {}).items())[:16]:
+            print(f"  waits {count} times in two steps at {line}")
         for gap, before, after in row.get("gaps", [])[:6]:
             print(f"  idle {gap:.2f} ms after {before[:44]} before {after[:44]}")
         for took, count, name in row.get("kernels_ms", [])[:8]:

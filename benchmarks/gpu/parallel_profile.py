@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +62,23 @@ def watched(trainer: Trainer) -> Iterator[dict[str, float]]:
                 setattr(owner, name, inner)
             else:
                 delattr(owner, name)
+
+
+def waits_by_line(run: Callable[[int], None]) -> dict[str, int]:
+    """Line of Python -> how often the host waited for the device there in two steps, most first: torch's own detector.
+    It misses waits on events and those of libraries beside torch.
+    """
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run(1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    lines = Counter(
+        f"{'/'.join(Path(one.filename).parts[-2:])}:{one.lineno}" for one in said if "synchroniz" in str(one.message)
+    )
+    return dict(lines.most_common())
 
 
 def profiled(run: Callable[[int], None], steps: int = 3) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from gem_pipelines.planner.shapes import shaped_workload
 from gem_pipelines.runtime import Runtime, start_runtime
 from gem_pipelines.timing import PartClock, only_new_garbage
 from gem_pipelines.trainer import Trainer
-from parallel_profile import profiled, watched
+from parallel_profile import profiled, waits_by_line, watched
 from torch.distributed.fsdp import FSDPModule
 
 STARTED = time.perf_counter()
@@ -208,7 +208,10 @@ def timed(trainer: Trainer, batches: list[Any], steps: int) -> dict[str, Any]:
     synchronize(runtime)
     mean = (time.perf_counter() - marks[0]) / steps
     seconds = [stop - start for start, stop in itertools.pairwise(marks)]
-    exposed = profiled(lambda count: train(trainer, batches, count)) if runtime.device.type == "cuda" else {}
+    exposed: dict[str, Any] = {}
+    if runtime.device.type == "cuda":
+        exposed = {"waits_by_line": waits_by_line(lambda count: train(trainer, batches, 2 * count))}
+        exposed |= profiled(lambda count: train(trainer, batches, count))
     host = {phase: total / steps for phase, total in spent.items()}
     return {
         "step_s": slowest(statistics.median(seconds), runtime),

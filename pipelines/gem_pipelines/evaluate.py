@@ -44,9 +44,10 @@ def predict(parallel: ParallelModel, loader: Loader, *, schema: Schema, runtime:
             for batch in loader.epoch():
                 check_batch(batch, schema, open_ids=parallel.policies)
                 rows = batch.sample_ids.shape[0]
-                placed = place(pack(batch, schema, pin=runtime.device.type == "cuda"), runtime.device)
+                packed = pack(batch, schema, pin=runtime.device.type == "cuda")
+                placed, host = place(packed, runtime.device), packed.batch
                 vectors = parallel.tables(placed.ids)
-                inputs = to_model_input(placed, vectors, schema=schema, policies=parallel.policies)
+                inputs = to_model_input(placed, vectors, schema=schema, policies=parallel.policies, on_host=host)
                 logits_BT = parallel.module(inputs)[:rows]
                 p_BT = torch.sigmoid(logits_BT.double()).cpu()
                 ids.append(torch.stack([batch.sample_ids, batch.user_ids], dim=1))

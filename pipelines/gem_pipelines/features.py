@@ -13,14 +13,19 @@ from gem_pipelines.model.inputs import ModelInput, Requests, StreamInput
 
 
 def to_model_input(
-    batch: Batch, embeddings: dict[str, Tensor], *, schema: Schema, policies: Mapping[str, str] | None = None
+    batch: Batch,
+    embeddings: dict[str, Tensor],
+    *,
+    schema: Schema,
+    policies: Mapping[str, str] | None = None,
+    on_host: Batch | None = None,
 ) -> ModelInput:
     """Name, pool and shape; no learned number is involved.
 
     Lists whose table is also used by scalars or events come as single vectors and are averaged here (an empty list
     gives 0); the others come averaged from the tables. An id that the policy "drop" took out has a vector of zeros and
-    does not count in the average, as in the tables. Reads one number per stream, the longest row (of requests
-    also the most impressions), so it waits for the device unless the batch is on the CPU.
+    does not count in the average, as in the tables. One number per stream, the longest row (of requests also the most
+    impressions), is read from `on_host`, the same batch on the CPU; None: from `batch`, which waits for its device.
 
     Of requests, what stands once in a request has one vector a request.
 
@@ -42,8 +47,9 @@ def to_model_input(
         elif requests is not None and feature.name in once:
             vectors[feature.name] = vectors[feature.name][requests[:-1]]
     streams = {}
+    host = batch if on_host is None else on_host
     for name, stream in batch.streams.items():
-        lengths = stream.offsets.diff()
+        lengths = host.streams[name].offsets.diff()
         streams[name] = StreamInput(
             offsets=stream.offsets,
             actions=stream.actions,
@@ -55,13 +61,16 @@ def to_model_input(
         dense=batch.dense,
         timestamps=batch.timestamps,
         streams=streams,
-        requests=None if requests is None else _requests(schema, requests, batch.sample_ids.shape[0]),
+        requests=None if requests is None else _requests(schema, batch, host),
     )
 
 
-def _requests(schema: Schema, offsets: Tensor, impressions: int) -> Requests:
-    counts = offsets.diff()
-    owner = torch.repeat_interleave(counts, output_size=impressions)
+def _requests(schema: Schema, batch: Batch, host: Batch) -> Requests:
+    offsets = batch.requests
+    assert offsets is not None
+    assert host.requests is not None
+    owner = torch.repeat_interleave(offsets.diff(), output_size=batch.sample_ids.shape[0])
+    counts = host.requests.diff()
     return Requests(
         offsets=offsets,
         owner=owner,

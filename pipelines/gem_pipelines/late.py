@@ -1,4 +1,7 @@
-"""Numbers of the device that the host reads later: the copy is asked for now, and what is launched in between runs on.
+"""Numbers between host and device without a wait.
+
+`send` copies from page-locked memory: from any other, torch copies at once, and waits first until the device has done
+all it was given so far. `LateRead` is the way back: the copy is asked for now, and what is launched in between runs on.
 
 A plain `.cpu()` waits until the device has done all it was given so far, and then stands idle until the host has
 launched again. Here the host waits for the copy alone.
@@ -10,6 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """`values`, small and on the CPU, on `device`."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 class LateRead:

@@ -33,14 +33,15 @@ def bce_by_task(logits_BT: Tensor, labels_BT: Tensor, weights_BT: Tensor) -> Ten
 
 
 def scaled_loss(
-    loss_sum_T: Tensor, global_weight_T: Tensor, *, task_weights: tuple[float, ...], world_size: int
+    loss_sum_T: Tensor, global_weight_T: Tensor, *, task_weights: tuple[float, ...] | Tensor, world_size: int
 ) -> Tensor:
     """This rank's scalar to back-propagate: world_size * sum_t task_weight_t * loss_sum_t / global_weight_t.
 
     Two tasks with loss sums (3, 1), global weights (6, 0) and task weights (1, 1) on one process: 0.5; the second
     task has no weight anywhere and drops out.
     """
-    return world_size * mean_by_task(loss_sum_T, global_weight_T).mul(loss_sum_T.new_tensor(task_weights)).sum()
+    weight_T = task_weights if isinstance(task_weights, Tensor) else loss_sum_T.new_tensor(task_weights)
+    return world_size * mean_by_task(loss_sum_T, global_weight_T).mul(weight_T).sum()
 
 
 def mean_by_task(loss_sum_T: Tensor, global_weight_T: Tensor) -> Tensor:

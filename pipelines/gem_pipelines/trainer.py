@@ -36,7 +36,7 @@ from gem_pipelines.batches import BatchError
 from gem_pipelines.config import RunConfig
 from gem_pipelines.features import to_model_input
 from gem_pipelines.imbalance import WorkClock, measure_imbalance, own_load, within_budget
-from gem_pipelines.late import LateRead
+from gem_pipelines.late import LateRead, send
 from gem_pipelines.lookup import LARGEST_GRADIENT, Lookup, bad_rows, largest_magnitude, look_up
 from gem_pipelines.loss import bce_by_task, mean_by_task, metric_sums, scaled_loss
 from gem_pipelines.metrics import BinarySums, TaskMetrics
@@ -115,6 +115,7 @@ class Trainer:
             total_steps=total_steps,
             placement=parallel.placement,
         )
+        self._task_weight_T = torch.tensor(self.task_weights, dtype=torch.float64, device=runtime.device)
         self.metrics = TaskMetrics(self.tasks, window=config.train.metric_window)
         self.position = Position()
         self._ahead: Ready | NotReady | None = None
@@ -212,17 +213,18 @@ class Trainer:
         """Losses and gradients of a step, added up over the ranks. Changes no parameter, table or moment."""
         totals, device = ready.totals, self.runtime.device
         self._set_table_rate()
-        padded = ready.on_device(device)
+        padded, weight_T = ready.on_device(device), send(totals.weight, device)
         with clock.part("tables"):
             lookup = look_up(self.parallel.tables, self.parallel.specs, padded, ready.prepared)
         sums_T5 = torch.zeros(len(self.tasks), len(BinarySums.FIELDS), dtype=torch.float64, device=device)
         for number, batch in enumerate(padded):
             with self.parallel.accumulating(more_to_come=number + 1 < len(padded)):
                 with work.forward():
-                    logits_BT = self._forward(batch, lookup.leaves[number], clock=clock, profiled=profiled)
+                    given = {"on_host": ready.packed[number].batch, "clock": clock, "profiled": profiled}
+                    logits_BT = self._forward(batch, lookup.leaves[number], **given)
                 loss_T = bce_by_task(logits_BT, batch.labels, batch.weights)
                 sums_T5 += metric_sums(logits_BT, batch.labels, batch.weights, loss_T)
-                self._backward(loss_T, totals)
+                self._backward(loss_T, weight_T)
         with clock.part("optimizer"):
             norm = self.optimizer.clip()
         gradients = lookup.gradients()
@@ -236,20 +238,21 @@ class Trainer:
         factor = self.optimizer.factor(self.position.step) if tables.scheduled else 1.0
         self.parallel.tables.set_learning_rate(tables.lr * factor)
 
-    def _forward(self, batch: Batch, embeddings: dict[str, Tensor], *, clock: PartClock, profiled: bool) -> Tensor:
-        """Logits (B, T); on a profiled step the tables' outputs are marked, so that time from there on is theirs."""
+    def _forward(
+        self, batch: Batch, embeddings: dict[str, Tensor], *, on_host: Batch, clock: PartClock, profiled: bool
+    ) -> Tensor:
+        """Logits (B, T); on a profiled step the tables' outputs are marked, so that time from there on is theirs.
+        on_host: the same batch on the CPU.
+        """
         if profiled:
             clock.mark_backward("tables", embeddings)
-        return self.parallel(to_model_input(batch, embeddings, schema=self.schema, policies=self.parallel.policies))
+        policies = self.parallel.policies
+        return self.parallel(to_model_input(batch, embeddings, schema=self.schema, policies=policies, on_host=on_host))
 
-    def _backward(self, loss_T: Tensor, totals: StepTotals) -> None:
-        """Gradients of the dense model and of the looked-up vectors."""
-        scaled_loss(
-            loss_T,
-            totals.weight.to(loss_T.device),
-            task_weights=self.task_weights,
-            world_size=self.runtime.world_size,
-        ).backward()
+    def _backward(self, loss_T: Tensor, weight_T: Tensor) -> None:
+        """Gradients of the dense model and of the looked-up vectors. weight_T: of all ranks, beside loss_T."""
+        scale = {"task_weights": self._task_weight_T, "world_size": self.runtime.world_size}
+        scaled_loss(loss_T, weight_T, **scale).backward()
 
     def _add_up(self, sums_T5: Tensor, gradients: dict[str, Tensor], norm: Tensor) -> Tensor:
         """`Computed.results`, where the model computes. A collective; the norm is over all ranks already."""
