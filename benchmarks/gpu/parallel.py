@@ -41,6 +41,7 @@ WORKER = Path(__file__).with_name("parallel_worker.py")
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (*ROOT.glob("packages/*/"), ROOT / "pipelines", ROOT / "benchmarks")
 TIME_LIMIT_S = 280
+VARIANTS = ("plain", "overlap", "fused", "graphs32", "bf16", "graphs", "compiled")
 
 
 def launch(world: int, work: Path, arguments: list[str], *, limit_s: float, worker: Path = WORKER) -> None:
@@ -164,6 +165,8 @@ def main() -> int:
     parser.add_argument("--attention", choices=("eager", "triton"), help="default: triton on CUDA, eager on the CPU")
     parser.add_argument("--matmul", choices=("high", "highest"), default="high")
     parser.add_argument("--only", choices=("all", "parity", "speed"), default="all")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="in the order in which they are run")
+    parser.add_argument("--seconds", type=float, default=215.0, help="of a world, after which no more runs are begun")
     given = parser.parse_args()
     worlds = given.worlds or default_worlds(given.device)
     size = given.size or ("mid" if given.device == "cuda" else "small")
@@ -172,7 +175,9 @@ def main() -> int:
     found: dict[int, dict[str, Any]] = {}
     failures = []
     attention = given.attention or ("triton" if given.device == "cuda" else "eager")
-    arguments = [given.device, size, attention, given.matmul, given.only]
+    variants = given.variants or ["overlap", "bf16", *(["graphs", "graphs32"] if given.device == "cuda" else [])]
+    settings = vars(given) | {"size": size, "attention": attention, "variants": variants}
+    arguments = [json.dumps(settings)]
     with tempfile.TemporaryDirectory() as work:
         for world in worlds:
             try:

@@ -96,14 +96,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 EVERYWHERE = ("overlap", "bf16")  # the others at one rank and for the first factorization only
 
 
-def speed_runs(world: int, device: str) -> list[tuple[str, str]]:
+def speed_runs(world: int, variants: list[str]) -> list[tuple[str, str]]:
     """(factorization, variant) in the order in which they are run."""
     names = list(SPEED[world])
-    variants = (
-        ["overlap", "graphs", "bf16", "graphs32", "plain", "fused", "compiled"]
-        if device == "cuda"
-        else ["overlap", "bf16", "plain"]
-    )
     return [(name, v) for v in variants for name in (names if v in EVERYWHERE else names[:1])]
 
 

@@ -1,4 +1,4 @@
-"""One rank of parallel.py: `python parallel_worker.py WORK DEVICE SIZE ATTENTION MATMUL ONLY`. Rank and world come
+"""One rank of parallel.py: `python parallel_worker.py WORK SETTINGS`. Rank and world come
 by environment, the packages by PYTHONPATH; parallel.py sees to both.
 
 Rank 0 writes WORK/world-<n>.json. At world size 1 the states that others are compared with go to WORK/<name>.npz.
@@ -42,8 +42,6 @@ from parallel_profile import profiled, waits_by_line, watched
 from torch.distributed.fsdp import FSDPModule
 
 STARTED = time.perf_counter()
-ENOUGH_S = 215.0
-"""After so long no more runs are begun: parallel.py ends a world after TIME_LIMIT_S."""
 
 
 def make_trainer(schema: Any, config: Any, runtime: Runtime, *, rows: int = 512) -> Trainer:
@@ -127,7 +125,9 @@ def compare(oracle: Path, state: dict[str, torch.Tensor], losses: list[float]) -
 # ------------------------------------------------------------------------------------------------ speed
 
 
-def speed(work: Path, runtime: Runtime, size: cases.Size, attention: str) -> dict[str, Any]:
+def speed(
+    work: Path, runtime: Runtime, size: cases.Size, attention: str, *, variants: list[str], seconds: float
+) -> dict[str, Any]:
     """The mid-size recipe under the factorizations of this world size; a rank's batch is the same at every size."""
     schema, world = cases.speed_schema(size), runtime.world_size
     drawn = [
@@ -155,9 +155,9 @@ def speed(work: Path, runtime: Runtime, size: cases.Size, attention: str) -> dic
         return found
 
     rows: list[dict[str, Any]] = []
-    for name, variant in cases.speed_runs(world, runtime.device.type):
+    for name, variant in cases.speed_runs(world, variants):
         section, label = cases.SPEED[world][name], {"name": name, "variant": variant}
-        if slowest(time.perf_counter() - STARTED, runtime) > ENOUGH_S:
+        if slowest(time.perf_counter() - STARTED, runtime) > seconds:
             rows.append({**label, "reason": "left out: no time"})
             continue
         try:
@@ -372,21 +372,22 @@ def to_json(topology: Topology) -> dict[str, Any]:
     }
 
 
-def measure(work: Path, runtime: Runtime, size: cases.Size, *, attention: str, matmul: str) -> dict[str, Any]:
+def measure(work: Path, runtime: Runtime, given: dict[str, Any]) -> dict[str, Any]:
     # Speed is measured as a job that does not ask for the same bits would run.
     torch.use_deterministic_algorithms(False)
-    torch.set_float32_matmul_precision(matmul)
-    return speed(work, runtime, size, attention)
+    torch.set_float32_matmul_precision(given["matmul"])
+    size, settings = cases.SIZES[given["size"]], {"variants": given["variants"], "seconds": given["seconds"]}
+    return speed(work, runtime, size, given["attention"], **settings)
 
 
 def main(absent: list[str]) -> None:
-    work, device, size_name, attention, matmul, only = sys.argv[1:7]
-    runtime = start_runtime(device=device, threads=1, deterministic=True, timeout=timedelta(seconds=120))
+    work, given = sys.argv[1], json.loads(sys.argv[2])
+    runtime = start_runtime(device=given["device"], threads=1, deterministic=True, timeout=timedelta(seconds=120))
     found: dict[str, Any] = {"world_size": runtime.world_size, "parity": [], "speed": {"rows": []}}
-    if only != "speed":
+    if given["only"] != "speed":
         found["parity"] = parity(Path(work), runtime)
-    if only != "parity":
-        found["speed"] = measure(Path(work), runtime, cases.SIZES[size_name], attention=attention, matmul=matmul)
+    if given["only"] != "parity":
+        found["speed"] = measure(Path(work), runtime, given)
     if runtime.is_main:
         found |= {"device": describe_device(0).to_json(), "torch": torch.__version__, "stood_in": absent}
         (Path(work) / f"world-{runtime.world_size}.json").write_text(json.dumps(found, indent=1))

@@ -66,7 +66,11 @@ class WholeParameters:
         return whole.to(like.device, copy=True)
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(parameters, limit)
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        if math.isfinite(limit):
+            torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
 
 class ShardedParameters:

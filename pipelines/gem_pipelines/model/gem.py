@@ -144,8 +144,7 @@ class GemModel(nn.Module):
         angles = torch.promote_types(x_BND.dtype, torch.float32)
         views = {stream.name: view_of_stream(inputs, stream) for stream in self.plan.streams}
         packed = {stream.name: pack_view(stream, views[stream.name], dtype=angles) for stream in self.plan.streams}
-        if self.fused:
-            packed = {name: with_table(one) for name, one in packed.items()}
+        packed = {name: with_table(one, fused=self.fused) for name, one in packed.items()}
         tokens = {}
         for name, start in self.starts.items():
             context_BCD = self.contexts[name](x_BND) if name in self.contexts else None

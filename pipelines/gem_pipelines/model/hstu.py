@@ -80,7 +80,7 @@ class HstuBlock(nn.Module):
         dim = x_TD.shape[-1]
         u_TD, v_TD, qk_TD = self.uvqk(self.norm(x_TD)).split((dim, dim, 2 * dim), dim=-1)
         v_THK = v_TD.unflatten(-1, (self.heads, -1))
-        q_THK, k_THK = split_and_turn(qk_TD, self.heads, packed.angles, self.rotary)
+        q_THK, k_THK = split_and_turn(qk_TD, self.heads, packed, self.rotary)
         a_THK = attention(q_THK, k_THK, v_THK, spec=self.spec, layout=packed.masked, impl=self.impl)
         gated_TD = F.silu(u_TD) * self.attention_norm(a_THK.flatten(-2))
         return x_TD + self.out(gated_TD)

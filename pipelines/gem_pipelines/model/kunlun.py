@@ -86,7 +86,7 @@ class SelfAttention(nn.Module):
     def forward(self, x_TD: Tensor, packed: Packed, weights_BWD: Tensor | None = None) -> Tensor:
         dim = x_TD.shape[-1]
         qk_TD, v_TD = self.qkv(self.norm(x_TD)).split((2 * dim, dim), dim=-1)
-        q_THK, k_THK = split_and_turn(qk_TD, self.heads, packed.angles, self.rotary)
+        q_THK, k_THK = split_and_turn(qk_TD, self.heads, packed, self.rotary)
         v_THK = v_TD.unflatten(-1, (self.heads, -1))
         a_THK = attention(q_THK, k_THK, v_THK, spec=self.spec, layout=packed.plain, impl=self.impl)
         return x_TD + self.out(a_THK.flatten(-2))

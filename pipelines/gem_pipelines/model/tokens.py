@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from gem_attention.api import make_layout
@@ -45,7 +46,8 @@ class Packed:
                   with a candidate, `recent` have a row an impression, `pooled` is of events alone, `weighted` None
     recent        (B, R) positions of the latest events, latest first; is_recent says which exist
     angles        (T, head dim / 2) rotary angles, or None
-    table         their cosines and sines as `gem_attention.block_api` takes them, for blocks that do, or None
+    table, turn   their cosines and sines, worked out once a batch: as `gem_attention.block_api` takes them, or as
+                  `split_and_turn` does; or None
 
     Example, one context token, one target, rows of 2 and 0 events, R = 1: offsets [0, 4, 6], order
     [0, 2, 3, 4, 1, 5] (contexts are rows 0 and 1, events 2 and 3, targets 4 and 5), events [1, 2],
@@ -64,14 +66,20 @@ class Packed:
     is_recent: Tensor
     angles: Tensor | None
     table: Tensor | None = None
+    turn: tuple[Tensor, Tensor] | None = None
     requests: Requests | None = None
 
 
-def with_table(packed: Packed) -> Packed:
-    """The same with `table`."""
+def with_table(packed: Packed, *, fused: bool) -> Packed:
+    """The same with `table`, for fused blocks, or `turn`, for others."""
     if packed.angles is None:
         return packed
-    return dataclasses.replace(packed, table=rotary_table(packed.angles))
+    if fused:
+        return dataclasses.replace(packed, table=rotary_table(packed.angles))
+    assert ROTARY_PAIRING == "halves"
+    cos_TK, sin_TK = packed.angles.cos(), packed.angles.sin()
+    turn = (torch.cat([cos_TK, cos_TK], -1)[:, None], torch.cat([-sin_TK, sin_TK], -1)[:, None])
+    return dataclasses.replace(packed, turn=turn)
 
 
 def rotary_spec(plan: StreamPlan) -> RotarySpec:
@@ -84,16 +92,19 @@ def pack(plan: StreamPlan, stream: StreamInput, timestamps_B: Tensor, *, dtype: 
     rows, events = stream.offsets.shape[0] - 1, stream.actions.shape[0]
     device = stream.offsets.device
     c, m = plan.context, plan.targets
-    offsets = stream.offsets + (c + m) * torch.arange(rows + 1, device=device)
+    offsets = stream.offsets
+    if c + m:
+        offsets = offsets + torch.arange(0, (c + m) * (rows + 1), c + m, device=device)
     total, longest = events + (c + m) * rows, stream.max_len + c + m if rows else 0
     row_N = torch.repeat_interleave(stream.offsets.diff(), output_size=events)
-    event_N = torch.arange(events, device=device) + (c + m) * row_N + c
-    context_BC = offsets[:-1, None] + torch.arange(c, device=device)
-    target_BM = offsets[1:, None] - m + torch.arange(m, device=device)
+    event_N = torch.add(torch.arange(c, c + events, device=device), row_N, alpha=c + m)
+    last_B, first_B1 = offsets[1:] - 1, offsets[:-1, None]
+    places = [(first_B1 + torch.arange(c, device=device)).flatten()] if c else []
+    places += [event_N, last_B] if m else [event_N]
     order_T = torch.empty(total, dtype=torch.int64, device=device)
-    order_T[torch.cat([context_BC.flatten(), event_N, target_BM.flatten()])] = torch.arange(total, device=device)
-    recent_BR = offsets[1:, None] - m - 1 - torch.arange(plan.config.recent_tokens, device=device)
-    is_recent_BR = recent_BR >= (offsets[:-1, None] + c)
+    order_T[torch.cat(places)] = torch.arange(total, device=device)
+    recent_BR = offsets[1:, None] - torch.arange(m + 1, m + 1 + plan.config.recent_tokens, device=device)
+    is_recent_BR = recent_BR >= (first_B1 + c if c else first_B1)
     size = {"q_offsets": offsets, "max_q_len": longest, "total_q": total, "check_values": False}
     counts = {
         "num_targets": torch.full((rows,), m, device=device) if m else None,
@@ -101,7 +112,7 @@ def pack(plan: StreamPlan, stream: StreamInput, timestamps_B: Tensor, *, dtype: 
     }
     width = plan.config.weight_tokens
     weights = {
-        "k_offsets": width * torch.arange(rows + 1, device=device),
+        "k_offsets": torch.arange(0, width * (rows + 1), width, device=device),
         "max_k_len": width,
         "total_k": width * rows,
     }
@@ -116,8 +127,8 @@ def pack(plan: StreamPlan, stream: StreamInput, timestamps_B: Tensor, *, dtype: 
         plain=make_layout(**size),
         pooled=make_layout(k_offsets=offsets, max_k_len=longest, total_k=total, check_values=False),
         weighted=make_layout(**size, **weights),
-        target=offsets[1:] - 1,
-        recent=torch.where(is_recent_BR, recent_BR, offsets[1:, None] - 1).clamp(min=0),
+        target=last_B,
+        recent=torch.where(is_recent_BR, recent_BR, last_B[:, None]).clamp(min=0),
         is_recent=is_recent_BR,
         angles=angles_TK,
     )
@@ -143,11 +154,32 @@ def _angles(
     return rotary_angles(rotary_spec(plan), position_T, age_T, dim=head_dim, dtype=dtype)
 
 
-def split_and_turn(qk_TD: Tensor, heads: int, angles_TK: Tensor | None, rotary: RotarySpec) -> tuple[Tensor, Tensor]:
+class _Turn(torch.autograd.Function):
+    """`gem_attention.rotary.apply_rotary` for pairs of halves, cosines and sines given: 3 launches instead of 10, and
+    as many in backward, which turns back. x (T, H, K) of any float dtype, cos and signed sin (T, 1, K): out_i = x_i
+    cos_i + x_(i + K/2 mod K) sin_i, worked out in the wider of the dtypes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_T1K, sin_T1K)
+        half = x_THK.shape[-1] // 2
+        return torch.addcmul(x_THK * cos_T1K, x_THK.roll(half, -1), sin_T1K).to(x_THK.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        cos_T1K, sin_T1K = ctx.saved_tensors
+        half = grad.shape[-1] // 2
+        return torch.addcmul((grad * sin_T1K).roll(half, -1), grad, cos_T1K).to(grad.dtype), None, None
+
+
+def split_and_turn(qk_TD: Tensor, heads: int, packed: Packed, rotary: RotarySpec) -> tuple[Tensor, Tensor]:
     """q and k, (T, H, head dim) each, out of (T, 2 * width), turned together: one pass instead of two."""
     qk_THK = qk_TD.unflatten(-1, (2 * heads, -1))
-    if angles_TK is not None:
-        qk_THK = apply_rotary(qk_THK, angles_TK, rotary)
+    if packed.turn is not None:
+        qk_THK = _Turn.apply(qk_THK, *packed.turn)  # type: ignore[no-untyped-call]
+    elif packed.angles is not None:
+        qk_THK = apply_rotary(qk_THK, packed.angles, rotary)
     return qk_THK[:, :heads], qk_THK[:, heads:]
 
 

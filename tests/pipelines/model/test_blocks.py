@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -15,8 +16,8 @@ from gem_pipelines.model.heads import TaskHeads
 from gem_pipelines.model.hstu import HstuBlock
 from gem_pipelines.model.interformer import FeatureSummary, InterFormerBlock, InterFormerSummary
 from gem_pipelines.model.kunlun import GdpaPffn, HspSummary, SeedPooling, SelfAttention, SumKronLinear
-from gem_pipelines.model.testing import NOW, clicks_plan, make_config, make_inputs, stream_config
-from gem_pipelines.model.tokens import EventTokens, pack, rotary_spec, time_gaps
+from gem_pipelines.model.testing import KINDS, NOW, clicks_plan, make_config, make_inputs, stream_config
+from gem_pipelines.model.tokens import EventTokens, pack, rotary_spec, split_and_turn, time_gaps, with_table
 from gem_pipelines.model.wukong import FactorizationMachineBlock, Wukong, WukongExperts, split_evenly
 from torch.autograd import gradcheck
 
@@ -320,3 +321,25 @@ def test_gradients_of_dense_modules(name):
         return torch.func.functional_call(module, dict(zip(parameters, values, strict=True)), (x,))
 
     assert gradcheck(run, (x_BND, *parameters.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_turning_by_a_table_is_the_rotary_embedding(dtype):
+    """Forward and backward against gem_attention's definition; in bfloat16 to the bit but for one rounding."""
+    plan = clicks_plan(KINDS["hstu"])
+    packed = pack(plan, make_inputs(CLICKS).streams["clicks"], torch.full((3,), NOW), dtype=torch.float32)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    packed = dataclasses.replace(packed, angles=packed.angles.to(wide))
+    width = 2 * plan.config.dim
+    x = torch.randn(packed.plain.total_q, width, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    found = []
+    for one in (packed, with_table(packed, fused=False)):
+        leaf = x.clone().requires_grad_()
+        q, k = split_and_turn(leaf, plan.config.heads, one, rotary_spec(plan))
+        (q.double() * 2 + k.double() ** 2).sum().backward()
+        found.append((q.detach(), k.detach(), leaf.grad))
+    assert not torch.equal(found[0][0].flatten(1), x[:, : plan.config.dim])
+    rtol = 1e-12 if dtype == torch.float64 else 2**-7
+    for expected, got in zip(*found, strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, expected, rtol=rtol, atol=rtol)

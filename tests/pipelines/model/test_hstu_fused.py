@@ -26,7 +26,10 @@ def outcome(stream=None, dtype=torch.float64, **changes):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         block = HstuBlock(plan, config).to(dtype)
-        packed = with_table(pack(plan, make_inputs(CLICKS).streams["clicks"], torch.full((3,), NOW), dtype=dtype))
+        packed = with_table(
+            pack(plan, make_inputs(CLICKS).streams["clicks"], torch.full((3,), NOW), dtype=dtype),
+            fused=config.hstu != "layers",
+        )
         # drawn in one dtype, so that every dtype sees the same numbers
         drawn = torch.randn(2, packed.plain.total_q, plan.config.dim, dtype=torch.float64).to(dtype)
         x_TD, above_TD = drawn[0].requires_grad_(), drawn[1]
