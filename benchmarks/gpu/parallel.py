@@ -124,6 +124,22 @@ def speed_rows(found: dict[int, dict[str, Any]]) -> list[list[str]]:
     return lines
 
 
+def markdown(found: dict[int, dict[str, Any]]) -> list[str]:
+    """The speed table as docs/results.md has it."""
+    lines = [
+        "| GPUs | factorization | variant | step, ms | one GPU's step / this | GPU busy, ms | exposed communication, "
+        "ms | launches | predicted step, ms | MB that rank 0 sends |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    head, *rows = speed_rows(found)
+    for row in rows:
+        cell = dict(zip(head, row, strict=True))
+        if cell["mean"]:
+            names = ("world", "factorization", "variant", "step", "scaling", "busy", "exposed", "launches", "predicted")
+            lines.append("| " + " | ".join([*(cell[name] for name in names), cell["MB"]]) + " |")
+    return lines
+
+
 def print_host(found: dict[int, dict[str, Any]]) -> None:
     """Where the host's time goes, and what the GPU waits for, of the first row of each world."""
     for world, record in found.items():
@@ -167,7 +183,12 @@ def main() -> int:
     parser.add_argument("--only", choices=("all", "parity", "speed"), default="all")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="in the order in which they are run")
     parser.add_argument("--seconds", type=float, default=215.0, help="of a world, after which no more runs are begun")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="print the speed of that parallel.json, and end")
     given = parser.parse_args()
+    if given.markdown:
+        worlds = json.loads(given.markdown.read_text())["worlds"]
+        print("\n".join(markdown({int(world): record for world, record in worlds.items()})))
+        return 0
     worlds = given.worlds or default_worlds(given.device)
     size = given.size or ("mid" if given.device == "cuda" else "small")
     if worlds[0] != 1:
@@ -176,7 +197,11 @@ def main() -> int:
     failures = []
     attention = given.attention or ("triton" if given.device == "cuda" else "eager")
     variants = given.variants or ["overlap", "bf16", *(["graphs", "graphs32"] if given.device == "cuda" else [])]
-    settings = vars(given) | {"size": size, "attention": attention, "variants": variants}
+    settings = {key: value for key, value in vars(given).items() if key != "markdown"} | {
+        "size": size,
+        "attention": attention,
+        "variants": variants,
+    }
     arguments = [json.dumps(settings)]
     with tempfile.TemporaryDirectory() as work:
         for world in worlds:
@@ -190,7 +215,7 @@ def main() -> int:
                     break
     out = Path(os.environ.get("OUT", "."))
     out.mkdir(parents=True, exist_ok=True)
-    record = {"arguments": vars(given), "size": size, "attention": attention, "worlds": found, "failures": failures}
+    record = {"arguments": settings, "size": size, "attention": attention, "worlds": found, "failures": failures}
     (out / "parallel.json").write_text(json.dumps(record, indent=1))
     for lines in (rows_of(found), speed_rows(found) if found else []):
         if lines:

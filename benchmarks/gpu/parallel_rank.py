@@ -39,7 +39,7 @@ from gem_pipelines.runtime import Runtime, start_runtime
 from gem_pipelines.timing import PartClock, only_new_garbage
 from gem_pipelines.trainer import Trainer
 from parallel_profile import profiled, waits_by_line, watched
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 STARTED = time.perf_counter()
 
@@ -138,7 +138,7 @@ def speed(
         draw_tables_on(runtime.device)
     device = measured_device(runtime)
     topology = measured_topology(runtime, device)
-    call_s = collective_call_s(runtime)
+    probed = {"collective_host_s": collective_call_s(runtime), "unit_host_s": unit_host_s(runtime)}
 
     def measured(label: dict[str, Any], section: dict[str, Any], variant: str) -> list[dict[str, Any]]:
         config = cases.speed_config(size, section, attention=attention, variant=variant)
@@ -147,7 +147,7 @@ def speed(
         row = {**label, **timed(trainer, batches, size.steps)}
         if world == 1:
             calibrate(work, row, plan(work, schema, config, topology, size, variant=variant), device)
-        found = [row | plan(work, schema, config, topology, size, variant=variant, call_s=call_s)]
+        found = [row | plan(work, schema, config, topology, size, variant=variant, probed=probed)]
         whole = section.get("shard") == world > 1 and "table_replica" not in section
         if whole and variant == "overlap" and runtime.device.type == "cuda":
             label = {**label, "name": f"{label['name']}.peer_copy"}
@@ -168,7 +168,7 @@ def speed(
         gc.collect()
         if runtime.device.type == "cuda":
             torch.cuda.empty_cache()
-    return {"rows": rows, "topology": to_json(topology), "collective_call_s": call_s}
+    return {"rows": rows, "topology": to_json(topology), **probed}
 
 
 def draw_tables_on(device: torch.device) -> None:
@@ -223,6 +223,31 @@ def timed(trainer: Trainer, batches: list[Any], steps: int) -> dict[str, Any]:
         **exposed,
         "memory_bytes": torch.cuda.max_memory_allocated() if runtime.device.type == "cuda" else None,
     }
+
+
+def unit_host_s(runtime: Runtime, layers: int = 6, steps: int = 20) -> float:
+    """Host seconds that FSDP2 adds to forward and backward for each of its units: small layers, cut or not; no launch
+    of theirs takes longer than the host needs for the next. 0 for one rank.
+    """
+    if runtime.world_size == 1:
+        return 0.0
+    mesh = torch.distributed.init_device_mesh(runtime.device.type, (runtime.world_size,))
+    x = torch.randn(64, 64, device=runtime.device)
+    spent = []
+    for cut in (False, True):
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, device=runtime.device) for _ in range(layers)))
+        if cut:
+            for layer in model:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        seconds = []
+        for _ in range(steps):
+            start = begin(runtime)
+            model(x).sum().backward()
+            seconds.append(time.perf_counter() - start)
+            model.zero_grad()
+        spent.append(statistics.median(seconds[steps // 4 :]))
+    return slowest(max(0.0, spent[1] - spent[0]) / (layers + 1), runtime)
 
 
 def collective_call_s(runtime: Runtime, calls: int = 50) -> float:
@@ -311,7 +336,7 @@ def plan(
     size: cases.Size,
     *,
     variant: str,
-    call_s: float = 0.0,
+    probed: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     """Predicted step. What the device and the host do on this model is known from the step of one rank."""
     world = torch.distributed.get_world_size()
@@ -332,7 +357,7 @@ def plan(
         workload,
         mesh_spec(config.parallel, world),
         topology,
-        Assumptions(table_gathers=1, collective_host_s=call_s, **known),
+        Assumptions(table_gathers=1, **(probed or {}), **known),
     )
     return {
         "predicted_s": found.step_s,

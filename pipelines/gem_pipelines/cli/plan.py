@@ -38,6 +38,14 @@ def main(arguments: Sequence[str]) -> int:
         help="how copies of tables are kept equal (default: as the recipe says; average for other workloads)",
     )
     parser.add_argument("--sync-every", type=int, default=1, help="steps between averages of plain table copies")
+    parser.add_argument(
+        "--host-ms",
+        type=float,
+        nargs=3,
+        metavar=("STEP", "CALL", "UNIT"),
+        default=(0.0, 0.0, 0.0),
+        help="measured host time of a step on one rank, of issuing a collective, of a unit of FSDP2 (default: none)",
+    )
     parser.add_argument("--picture", help="write ranks and step times to this .svg or .png")
     parser.add_argument("--json", action="store_true", help="print JSON, with every rank's place")
     parser.add_argument("--scaling", action="store_true", help="compare table strategies on 8 to 4,096 ranks")
@@ -60,7 +68,10 @@ def _plan(known, overrides: Sequence[str]) -> int:  # type: ignore[no-untyped-de
     if not known.scaling and (known.world is None or known.world < 1):
         raise ConfigError(f"--world is {known.world}, expected a number of ranks of at least 1")
     workload, table_sync = _workload(known.recipe, overrides, 1 if known.scaling else known.world)
-    assumptions = Assumptions(table_sync=known.table_sync or table_sync, sync_every=known.sync_every)
+    if min(known.host_ms) < 0:
+        raise ConfigError(f"--host-ms is {known.host_ms}, expected three times of at least 0")
+    host = dict(zip(("host_s", "collective_host_s", "unit_host_s"), (ms / 1e3 for ms in known.host_ms), strict=True))
+    assumptions = Assumptions(table_sync=known.table_sync or table_sync, sync_every=known.sync_every, **host)
     if assumptions.table_sync == "gradients" and known.sync_every > 1:
         raise ConfigError(f"--sync-every is {known.sync_every}: gradients are exchanged at every step; use average")
     if known.scaling:

@@ -54,6 +54,8 @@ class Assumptions:
     (`host_s` of benchmarks/gpu/parallel.py). 0: the device is never kept waiting."""
     collective_host_s: float = 0.0
     """Host seconds to issue one collective; measured too."""
+    unit_host_s: float = 0.0
+    """Host seconds a step that FSDP2 adds for one unit (a layer, the root, an expert) beside its collectives."""
     memory_share: float = 0.92
     """Share of device memory that a job may fill: the rest is for the runtime, buffers of the network and holes."""
     state_bytes: int = 16
@@ -110,6 +112,7 @@ def estimate(workload: Workload, spec: MeshSpec, topology: Topology, assumptions
     moved, exposed, hidden = _communication(moves, spec, topology)
     window = compute + recompute
     host = assumptions.host_s + assumptions.collective_host_s * sum(move.calls for move, _ in moved)
+    host += assumptions.unit_host_s * _cut_units(workload, spec)
     length_imbalance = 1 + workload.flops_spread * math.sqrt(2 * math.log(world) / workload.batch) if world > 1 else 1.0
     uneven = sum(s for move, s in moved if not move.balanced and not move.hidden and move.axis == "table_shard")
     seconds = {
@@ -157,6 +160,16 @@ def _dense_shard(workload: Workload, spec: MeshSpec) -> int:
                 for owned in (owned_experts(len(unit.experts.shapes), spec.expert, e) for e in range(spec.expert))
             )
     return total
+
+
+def _cut_units(workload: Workload, spec: MeshSpec) -> int:
+    """Units of FSDP2 on a rank; experts that are cut or copied are units too."""
+    if spec.shard * spec.expert == 1:
+        return 0
+    found = len(workload.units)
+    if spec.shard * spec.replicate > 1 and spec.expert > 1:
+        found += sum(len(u.experts.shapes) // spec.expert for u in workload.units if u.experts is not None)
+    return found
 
 
 def _gathered(workload: Workload, spec: MeshSpec) -> float:

@@ -78,6 +78,13 @@ def test_the_host_counts_where_it_takes_longer_than_the_device():
     pair = estimate(WORK, MeshSpec(replicate=2, table_shard=2), SMALL, calls)
     device = sum(pair.seconds[part] for part in ("compute", "recompute", "tables", "optimizer"))
     assert pair.seconds["host"] == pytest.approx(busy + 0.25 * sum(move.calls for move, _ in pair.moved) - device)
+    # the root is WORK's only unit of FSDP2; a model that is not cut has none
+    units = dataclasses.replace(PLAIN, host_s=busy, unit_host_s=0.5)
+    cut = estimate(WORK, MeshSpec(shard=2, table_shard=2), SMALL, units)
+    device = sum(cut.seconds[part] for part in ("compute", "recompute", "tables", "optimizer"))
+    assert cut.seconds["host"] == pytest.approx(busy + 0.5 - device)
+    whole = estimate(WORK, MeshSpec(replicate=2, table_shard=2), SMALL, units)
+    assert whole.seconds["host"] < 0.5
 
 
 def test_two_ranks_of_one_host_by_hand():
