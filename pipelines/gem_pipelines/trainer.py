@@ -59,7 +59,8 @@ class Position:
     """How far training is: optimizer steps, finished epochs, samples and tokens (events) over all ranks.
 
     skipped_steps, skipped_samples   left out because they could not be trained; `step` counts them, `samples` does not
-    quarantined_samples              lost because their row group could not be read
+    quarantined_samples              lost because their row group could not be read; where rows are requests, requests:
+                                     nobody can say how many impressions each had
     """
 
     step: int = 0

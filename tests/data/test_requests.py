@@ -35,9 +35,10 @@ from gem_data.api import (
 from gem_data.cost import Observation
 from gem_data.damage import set_value
 from gem_data.exchange import pack_rows, row_bytes, rows_of_batch, take_rows, unpack_rows
-from gem_data.interface import Batch, CostModel, CostTerm, DataError
+from gem_data.interface import Batch, CostModel, CostTerm, DataError, LoaderConfig
 from gem_data.packing import move_batch, pack_batch
 from gem_data.reference_balance import reference_load
+from gem_data.streaming import StreamingLoader
 from gem_data.testing import (
     batch_difference,
     tiny_request_schema,
@@ -192,7 +193,7 @@ def plain_groups(rows: list[dict[str, Any]], own: tuple[str, ...]) -> list[list[
     return groups
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data(), st.integers(0, 9), st.integers(1, 12))
 def test_grouping_joins_equal_neighbours_wherever_tables_are_cut(data: st.DataObject, seed: int, cut: int) -> None:
     base = tiny_table(rows=4, seed=seed)
@@ -254,6 +255,20 @@ def test_data_sets_there_and_back(tmp_path: Path) -> None:
         expand_requests(tmp_path / "plain", tmp_path / "no")
     with pytest.raises(ValueError, match="came none"):
         group_requests(tmp_path / "plain", tmp_path / "no", impression=[])
+
+
+def test_windows_of_time_are_read_request_by_request(tmp_path: Path) -> None:
+    write_tiny_requests(tmp_path)
+    config = LoaderConfig(global_batch_size=7, seed=3, window_groups=2)
+    loader = StreamingLoader(tmp_path, seconds=200, config=config)
+    seen: list[int] = []
+    while batches := list(loader.epoch()):
+        for batch in batches:
+            assert batch.rows == batch.global_rows
+            seen += batch.sample_ids.tolist()
+            loader.mark_trained(batch)
+    assert len(loader.windows) > 1
+    assert sorted(seen) == list(range(141))
 
 
 # ------------------------------------------------------------------------------------------------ cost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,25 @@ def test_a_resumed_run_of_requests_is_the_same_to_the_bit(job_on, requests, take
     assert state_of(again) == state_of(whole)
 
 
+def test_a_damaged_row_group_of_requests_is_left_out_and_counted(job_on, requests, take_steps, tmp_path) -> None:
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(requests, spoilt)
+    path = spoilt / read_schema(spoilt).files[0].path
+    metadata = pq.ParquetFile(path).metadata
+    names = [metadata.row_group(1).column(n).path_in_schema for n in range(metadata.num_columns)]
+    chunk = metadata.row_group(1).column(names.index("id.item.list.element"))
+    content = bytearray(path.read_bytes())
+    content[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 1
+    path.write_bytes(content)
+    lost = pq.ParquetFile(path).read_row_group(1, columns=["timestamp"]).num_rows
+    job = job_on(spoilt, "run", data={"max_quarantined_rows": 50, "shuffle": False})
+    records = take_steps(job, 3)
+    assert sum(record["missing_rows"] for record in records) == job.trainer.position.quarantined_samples == lost == 12
+    sound = [pq.ParquetFile(requests / path.name).read_row_group(n, columns=["sample_id"]) for n in (0, 2, 3)]
+    impressions = [ids for table in sound for ids in table["sample_id"].to_pylist()]
+    assert records[-1]["samples"] == sum(len(ids) for ids in impressions)
+
+
 def one_batch(data: Path) -> Batch:
     loader = build_loader(data, split="train", config=LoaderConfig(global_batch_size=9, shuffle=False))
     return next(loader.epoch())
@@ -195,6 +215,7 @@ def test_settings_that_cannot_share_say_so_on_the_command_line(requests, tmp_pat
     assert "cls_tokens is 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plans_and_fitted_costs_count_a_request_with_its_impressions(job_on, requests, samples) -> None:
     from gem_pipelines.cost_fit import draw_lengths, fit, measure_steps
     from gem_pipelines.planner.recipe import recipe_workload
