@@ -247,3 +247,25 @@ def test_the_cost_model_of_requests_is_what_is_counted(name: str) -> None:
     lengths = {key: stream.offsets.diff().tolist() for key, stream in batch.streams.items()}
     counted = sum(training_flops(config, schema, lengths, impressions=batch.requests.diff()).values())
     assert float(batch_loads(cost, batch).sum()) + cost.per_step == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.slow
+def test_features_of_requests_compile_as_one_graph() -> None:
+    schema, config = request_schema(), make_config()
+    batch, tables = request_batch(schema), tables_of(schema)
+    draw = torch.Generator().manual_seed(2)
+    tables = {name: torch.randn(table.shape, generator=draw).requires_grad_() for name, table in tables.items()}
+    features = build_model(schema, config, seed=1).features
+    compiled = torch.compile(features.forward, fullgraph=True, backend="aot_eager")
+    found = []
+    for call in (features.forward, compiled):
+        inputs = to_model_input(batch, look_up(schema, config, batch, tables), schema=schema)
+        tokens = call(inputs)
+        tokens.square().sum().backward()
+        found.append((tokens.detach(), {name: table.grad for name, table in tables.items()}))
+        for table in tables.values():
+            table.grad = None
+    torch.testing.assert_close(found[0][0], found[1][0])
+    for name, grad in found[0][1].items():
+        if grad is not None:
+            torch.testing.assert_close(grad, found[1][1][name], msg=name)
