@@ -111,8 +111,12 @@ def alone(session: nox.Session) -> None:
 
 @inside
 def distributed(session: nox.Session) -> None:
-    """The tests that start several gloo processes, one test at a time.   [-- pytest arguments]"""
-    run(session, "pytest", "-m", "distributed and not gpu", *session.posargs, **THREADS)
+    """Several gloo processes against one: factorizations, tables, collectives, balance.   [-- pytest arguments]
+
+    Kills, hangs and strangers at the port are in session reliability, dry runs of GPU scripts in `tests -- -m slow`.
+    """
+    others = ("--ignore=tests/reliability", "--ignore=tests/distributed/test_gpu_script.py")
+    run(session, "pytest", "-m", "distributed and not gpu", *others, *session.posargs, **THREADS)
 
 
 @inside

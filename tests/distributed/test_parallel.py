@@ -194,27 +194,21 @@ def test_four_processes(four, name):
 
 
 @pytest.fixture(scope="module")
-def eight_alone(out: Path, data: Path) -> Path:
-    launch(out, data, 8, EIGHT_ALONE)
-    return out
-
-
-@pytest.fixture(scope="module")
-def eight_mixed(out: Path, data: Path) -> Path:
-    launch(out, data, 8, EIGHT_MIXED)
+def eight(out: Path, data: Path) -> Path:
+    launch(out, data, 8, EIGHT_ALONE | EIGHT_MIXED)
     return out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EIGHT_ALONE)
-def test_eight_processes_one_axis(eight_alone, name):
-    assert_same_training(eight_alone, name, oracle_of(name, EIGHT_ALONE[name]))
+def test_eight_processes_one_axis(eight, name):
+    assert_same_training(eight, name, oracle_of(name, EIGHT_ALONE[name]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EIGHT_MIXED)
-def test_eight_processes_mixed(eight_mixed, name):
-    assert_same_training(eight_mixed, name, oracle_of(name, EIGHT_MIXED[name]))
+def test_eight_processes_mixed(eight, name):
+    assert_same_training(eight, name, oracle_of(name, EIGHT_MIXED[name]))
 
 
 @pytest.mark.slow
