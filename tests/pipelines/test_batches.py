@@ -160,6 +160,16 @@ def test_an_empty_batch_passes_and_is_padded_with_a_row_that_weighs_nothing(batc
     assert pad_empty(batch, schema) is batch
 
 
+def test_the_added_row_counts_no_dynamic_id(batch_and_schema):
+    """Ids that earn their rows are counted, but for the largest number, which the added row has."""
+    batch, schema = batch_and_schema
+    padded = pad_empty(empty_like(batch), schema, {"item", "ads.item"}).ids
+    lengths = dict(zip(padded.keys(), padded.lengths().tolist(), strict=True))
+    for key, values in zip(padded.keys(), padded.values().split(padded.length_per_key()), strict=True):
+        assert values.tolist() == [2**63 - 1 if key in ("item", "ads.item") else 0] * lengths[key], key
+    assert lengths["item"] == lengths["ads.item"] == 1
+
+
 def test_training_on_an_empty_batch_changes_no_table_and_no_gradient(make_job, take_steps, state_of):
     job = make_job(optimizer={"weight_decay": 0.0})
     before = state_of(job)
