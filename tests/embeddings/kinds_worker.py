@@ -22,7 +22,7 @@ MANAGED = {
     "word": ManagedIds(policy="lfu", interval=1),
 }
 # fewer rows than ids, so that ids are evicted
-FEW = tuple(dataclasses.replace(spec, rows=5) if spec.name in MANAGED else spec for spec in SPECS)
+FEW = tuple(dataclasses.replace(spec, rows=7) if spec.name in MANAGED else spec for spec in SPECS)
 MANAGED_FEATURES = [feature for spec in SPECS if spec.name in MANAGED for feature in spec.features]
 ROWS = 13
 
