@@ -12,6 +12,7 @@ library on disk is not the one that the installed distribution brought): both ar
 
 from __future__ import annotations
 
+import csv
 import importlib
 import importlib.metadata
 import platform
@@ -188,15 +189,23 @@ def _check_fbgemm_loads() -> Check:
 
 
 def damaged_file(distribution: str) -> str | None:
-    """The first shared library of a distribution that is absent or not of the installed size; None if all are right."""
-    for file in importlib.metadata.files(distribution) or ():
-        if file.suffix != ".so":
+    """The first shared library of a distribution that is absent or not of the installed size; None if all are right.
+
+    From RECORD itself: `importlib.metadata.files` leaves out what is missing in newer Pythons, and in older ones as
+    soon as anything has imported the importlib_metadata package.
+    """
+    try:
+        found = importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for name, _, size in csv.reader((found.read_text("RECORD") or "").splitlines()):
+        if not name.endswith(".so"):
             continue
-        path = Path(str(file.locate()))
+        path = Path(str(found.locate_file(name)))
         if not path.is_file():
-            return f"its file {file} is missing"
-        if file.size is not None and path.stat().st_size != file.size:
-            return f"its file {file} was overwritten ({path.stat().st_size:,} bytes, installed {file.size:,})"
+            return f"its file {name} is missing"
+        if size and path.stat().st_size != int(size):
+            return f"its file {name} was overwritten ({path.stat().st_size:,} bytes, installed {int(size):,})"
     return None
 
 

@@ -100,6 +100,7 @@ ALLOWED_SPILLS = {
     ("forward", "window"): 8,
     ("short", "gdpa"): 16,
     ("dkv", "bias"): 18,
+    ("tables", "bias"): 42,
 }
 
 

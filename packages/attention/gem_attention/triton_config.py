@@ -178,7 +178,7 @@ _TILES: dict[tuple[str, int], Tiles] = {
     ("dkv", 128): Tiles(block_m=64, block_n=64, warps=4, stages=2),
     ("dkv", 256): Tiles(block_m=32, block_n=64, warps=8, stages=2),
     ("tables", 64): Tiles(block_m=64, block_n=64, warps=8, stages=2, tma=True),
-    ("tables", 128): Tiles(block_m=64, block_n=64, warps=8, stages=2, tma=True),
+    ("tables", 128): Tiles(block_m=32, block_n=32, warps=2, stages=2, registers=160, programs=6),
     ("tables", 256): Tiles(block_m=32, block_n=32, warps=4, stages=2),
     ("short", 64): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
     ("short", 128): Tiles(block_m=64, block_n=64, warps=4, stages=3, tma=True),
@@ -213,10 +213,12 @@ def pick_tiles(kernel: Kernel, spec: AttentionSpec, *, dim: int, v_dim: int, flo
         tiles = _WINDOW_TILES.get(key, tiles)
     elif pointwise and mask == type(mask)():
         tiles = _UNMASKED_TILES.get(key, tiles)
-    if not pointwise:
+    if not pointwise and kernel != "tables":
         tiles = replace(tiles, registers=0)
     if spec.bias is not None:
         tiles = _BIAS_TILES.get(key, tiles)
     if mask.block == 64:
         tiles = replace(tiles, block_m=64, block_n=64)
+        if kernel == "tables":
+            tiles = replace(tiles, warps=8, registers=0, programs=1)
     return tiles
