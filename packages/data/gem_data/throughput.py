@@ -129,7 +129,9 @@ def budget(shards: Shards, config: LoaderConfig) -> dict[str, float]:
             order = plan.window_order(shard, window)
             begin = time.process_time()
             for start in range(0, len(order), share):
-                take_batch(schema, [joined], [order[start : start + share]])
+                # Held until the next one is made, as whoever trains on it does.
+                batch = take_batch(schema, [joined], [order[start : start + share]])
+            del batch
             spent["batches"] += time.process_time() - begin
     return spent
 
