@@ -80,7 +80,13 @@ def make_methods(settings: dict[str, Any], runtime: Any) -> dict[str, Method]:
     for method in ("none", "global"):
         config = speed_config(size, {}, attention=settings["attention"])
         balance = BalanceConfig(method=method)
-        config = dataclasses.replace(config, balance=balance)
+        # Labels are drawn, batches small: at the rates of real training losses of 10 and more come and go.
+        config = dataclasses.replace(
+            config,
+            balance=balance,
+            optimizer=dataclasses.replace(config.optimizer, lr=1e-5),
+            tables=dataclasses.replace(config.tables, lr=1e-4),
+        )
         cost = load_model(balance, schema, config.model)
         parallel = parallelize(
             build_model(schema, config.model, seed=0),

@@ -1,4 +1,4 @@
-"""Hangs and kills of NCCL jobs on two GPUs of one host: one command, no network, under 90 s.
+"""Hangs and kills of NCCL jobs on two GPUs of one host: one command, no network, about three minutes.
 
     OUT=results python benchmarks/gpu/nccl_hang.py
     OUT=results python benchmarks/gpu/nccl_hang.py --device cpu          the same over gloo: a dry run
@@ -276,6 +276,17 @@ def training(work: Path, device: str) -> dict[str, dict[str, Any]]:
     return {**found, "versions": {"failed": [], "pyarrow": pyarrow.__version__}}
 
 
+def say(case: str, result: dict[str, Any]) -> None:
+    """A line as soon as a case is through; the end of its log where it failed."""
+    more = f", {result['seconds']:.1f} s, codes {result['codes']}" if "seconds" in result else ""
+    state = "left out" if "left_out" in result else "ok"
+    if result["failed"]:
+        state = "FAILED: " + ", ".join(result["failed"])
+    print(f"{case}: {state}{more}", flush=True)
+    if result.get("log"):
+        print(result["log"][-1500:], flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -298,18 +309,11 @@ def main() -> int:
                 for case, future in running.items():
                     error = future.exception()
                     found[case] = future.result() if error is None else {"failed": [f"{type(error).__name__}: {error}"]}
+                    say(case, found[case])
         if given.only != "faults":
-            found |= training(work, given.device)
-    for case, result in found.items():
-        more = f", {result['seconds']:.1f} s, codes {result['codes']}" if "seconds" in result else ""
-        state = (
-            "left out"
-            if "left_out" in result
-            else "FAILED: " + ", ".join(result["failed"])
-            if result["failed"]
-            else "ok"
-        )
-        print(f"{case}: {state}{more}")
+            found |= (trained := training(work, given.device))
+            for case, result in trained.items():
+                say(case, result)
     record = {"device": given.device, "seconds": time.monotonic() - begin, "cases": found}
     (out / "nccl_hang.json").write_text(json.dumps(record, indent=1) + "\n")
     return int(any(result["failed"] for result in found.values()))
