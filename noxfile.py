@@ -113,10 +113,13 @@ def alone(session: nox.Session) -> None:
 def distributed(session: nox.Session) -> None:
     """Several gloo processes against one: factorizations, tables, collectives, balance.   [-- pytest arguments]
 
-    Kills, hangs and strangers at the port are in session reliability, dry runs of GPU scripts in `tests -- -m slow`.
+    Kills, hangs and strangers at the port are in session reliability; dry runs of GPU scripts, and the larger worlds
+    of the packages' own tests, in `tests -- -m slow`.
     """
-    others = ("--ignore=tests/reliability", "--ignore=tests/distributed/test_gpu_script.py")
-    run(session, "pytest", "-m", "distributed and not gpu", *others, *session.posargs, **THREADS)
+    whole = ("tests/distributed", "--ignore=tests/distributed/test_gpu_script.py")
+    run(session, "pytest", *whole, "-m", "distributed and not gpu", *session.posargs, **THREADS)
+    others = ("tests", "--ignore=tests/reliability", "--ignore=tests/distributed")
+    run(session, "pytest", *others, "-m", "distributed and not gpu and not slow", *session.posargs, **THREADS)
 
 
 @inside

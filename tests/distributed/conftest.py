@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+# Folders of tests are no packages: two_ranks.py is found here, and what it forks ranks by beside the reliability tests.
+HERE = Path(__file__).parent
+sys.path += [str(HERE), str(HERE.with_name("reliability"))]
+
+
+def pytest_sessionfinish() -> None:
+    """End the process that ranks were forked from, where there was one."""
+    two_ranks = sys.modules.get("two_ranks")
+    if two_ranks is not None and two_ranks.zygote.cache_info().currsize:
+        two_ranks.zygote().close()
 
 
 @pytest.fixture

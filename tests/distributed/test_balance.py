@@ -9,7 +9,6 @@ import json
 import shutil
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from gem_pipelines.checkpoint_format import step_directory
 from gem_pipelines.checkpoint_manifest import read_manifest, state_digest
 from gem_pipelines.cli import main
 from gem_pipelines.rundir import read_records
+from two_ranks import gemline
 
 pytestmark = pytest.mark.distributed
 
@@ -30,18 +30,8 @@ ARGUMENTS = [
 GLOBAL = ["--balance.method", "global"]
 
 
-def torchrun(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=180,
-    )
-
-
 def train(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    return torchrun(["-m", "gem_pipelines", "train", *arguments])
+    return gemline(["train", *arguments])
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 from gem_pipelines.checkpoint_format import step_directory
 from gem_pipelines.cli import main
 from gem_pipelines.rundir import read_records
+from two_ranks import gemline
 
 pytestmark = pytest.mark.distributed
 
@@ -65,7 +66,7 @@ def test_two_processes_train_on_requests_what_they_train_on_samples(data, tmp_pa
 @pytest.fixture(scope="module")
 def two(data: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("two") / "run"
-    done = torchrun(["-m", "gem_pipelines", "train", *ARGUMENTS, "--data", str(data[0]), "--run-dir", str(run)])
+    done = gemline(["train", *ARGUMENTS, "--data", str(data[0]), "--run-dir", str(run)])
     assert done.returncode == 0, done.stderr
     return run
 
