@@ -20,6 +20,9 @@ from torch import nn
 
 from gem_pipelines.parallel_experts import experts_in
 
+COMPILATIONS = 8
+"""Of one module: for training and evaluation, the first sizes and symbolic ones."""
+
 
 def compiled_modules(model: nn.Module, parts: Sequence[str]) -> list[nn.Module]:
     """The modules that `parts` ("features", "interaction", "heads") name, after experts were placed."""
@@ -38,7 +41,12 @@ def compile_parts(model: nn.Module, parts: Sequence[str], *, backend: str | Call
     """Compile `parts` of `model` in place, when they first run. Raises torch's errors then, never falls back."""
     if not parts:
         return
+    config = torch._dynamo.config
     # DDP would have every graph cut where one of its buckets ends; these parts are smaller than what it is for.
-    torch._dynamo.config.optimize_ddp = False
-    for module in compiled_modules(model, parts):
+    config.optimize_ddp = False
+    modules = compiled_modules(model, parts)
+    # Dynamo counts compilations by code, so all layers and experts of a class share one limit.
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(config, limit, max(getattr(config, limit), COMPILATIONS * len(modules)))
+    for module in modules:
         module.forward = torch.compile(module.forward, backend=backend, fullgraph=True)
