@@ -2,6 +2,8 @@
 
     OUT/dense.safetensors          dense parameters and buffers, under their canonical names without "dense."
     OUT/tables/<table>.parquet     one row per table row: row int64, weight fixed_size_list<float>[dim], momentum float
+                                   tables with dynamic ids (zch) also: id int64, which holds the row, null where none
+                                   does (free rows, and the last, which all ids without a row of their own look up)
     OUT/export.json                where it is from: step, configuration, versions, digest of the training state
 
 The checkpoint is read and verified whole first, an incremental one with its base. OUT appears all or nothing. The
@@ -19,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from safetensors.torch import save_file
 
 from gem_pipelines.checkpoint_format import Checkpoint
@@ -64,7 +67,18 @@ def _write_table(path: Path, checkpoint: Checkpoint, table: str) -> None:
         moments = pa.FixedSizeListArray.from_arrays(moments, momentum.shape[1])
     columns = {
         "row": pa.array(np.arange(rows, dtype=np.int64)),
+        **_ids_of_rows(checkpoint, table),
         "weight": pa.FixedSizeListArray.from_arrays(pa.array(weight.reshape(-1).numpy()), dim),
         "momentum": moments,
     }
     pq.write_table(pa.table(columns), path, row_group_size=ROWS_PER_GROUP, write_page_checksum=True)
+
+
+def _ids_of_rows(checkpoint: Checkpoint, table: str) -> dict[str, pa.Array]:
+    """The column `id` of a table whose ids earn their rows, else nothing."""
+    if f"ids.{table}.ids" not in checkpoint.tensors:
+        return {}
+    ids, rows = (checkpoint.tensors[f"ids.{table}.{part}"] for part in ("ids", "rows"))
+    id_of_row = torch.empty_like(ids).index_copy_(0, rows, ids)
+    free = id_of_row == torch.iinfo(torch.int64).max
+    return {"id": pa.array(id_of_row.numpy(), mask=free.numpy())}

@@ -58,6 +58,22 @@ def test_the_export_is_what_the_checkpoint_holds(run, step):
     assert json.loads((out / "export.json").read_bytes())["position"] == {"step": step}
 
 
+def test_a_table_with_dynamic_ids_says_which_id_holds_each_row(tmp_path):
+    free = 2**63 - 1
+    tensors = {
+        **{f"tables.{name}.weight": torch.randn(4, 2) for name in ("item", "plain")},
+        **{f"tables.{name}.momentum": torch.rand(4) for name in ("item", "plain")},
+        "ids.item.ids": torch.tensor([-7, 5_000_000_000, free, free]),
+        "ids.item.rows": torch.tensor([2, 0, 1, 3]),
+    }
+    write_checkpoint(tmp_path / "step-00000001", Checkpoint(tensors=tensors, state={}, about={}))
+    export(tmp_path / "step-00000001", tmp_path / "out")
+    item, plain = (pq.read_table(tmp_path / "out" / "tables" / f"{name}.parquet") for name in ("item", "plain"))
+    assert item["id"].to_pylist() == [5_000_000_000, None, -7, None]
+    assert item["id"].type == "int64"
+    assert plain.column_names == ["row", "weight", "momentum"]
+
+
 def test_the_newest_sound_one_is_exported_and_never_over_another(run, capsys):
     assert main(["ckpt", "export", str(run)]) == 1
     path = step_directory(run / "checkpoints", 2) / "state.json"
