@@ -143,6 +143,17 @@ def test_an_id_of_the_largest_number_is_never_held():
     assert known.tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("impl", ["reference", "torchrec"])
+def test_padding_is_no_id_that_came(one_process, impl):
+    tables = make(impl)
+    for _ in range(2):
+        step(tables, batch([5, FREE, 6], seq=[FREE, FREE]))
+    tables(batch([5, FREE, FREE, 7], seq=[FREE, 8]))
+    rounds = {"inserted": 2, "evicted": 0}
+    assert tables.policy_counts()["item"] == {"ids": 6, "outside": 5, **rounds}
+    assert tables.policy_counts()["seq"] == {"ids": 1, "outside": 1, **rounds}
+
+
 SPECS = (
     TableSpec(name="item", rows=6, dim=4, features=("item", "seq"), init_std=1.0),
     TableSpec(name="tag", rows=5, dim=4, features=("tags",), pooling="mean", init_std=1.0),
@@ -224,15 +235,19 @@ def test_only_what_is_trained_is_counted(one_process, impl):
 
 @pytest.mark.parametrize("impl", ["reference", "torchrec"])
 def test_batches_sent_ahead_train_the_same(one_process, impl):
-    """Also across the end of a round, where the rows of prepared ids change."""
-    ahead, plain, prepared = make(impl), make(impl), None
-    batches = [batch(row.tolist(), seq=row[:2].tolist(), tags=row[1:3].tolist()) for row in draw(12)]
+    """Also across the end of a round, where the rows of prepared ids change; and each batch is counted once."""
+    ahead, plain = (make(impl, policies={"p": "drop"}) for _ in range(2))
+    prepared, batches = None, []
+    for number, row in enumerate(draw(12)):
+        batches.append(batch(row.tolist(), seq=row[:2].tolist(), tags=row[1:3].tolist(), p=number % 6))
     for number, ids in enumerate(batches):
         following = batches[number + 1] if number + 1 < len(batches) else None
         prepared = step(ahead, ids, prepared=prepared, ahead=following)
         step(plain, ids)
     assert_same(ahead, plain)
+    assert ahead.policy_counts() == plain.policy_counts()
     assert plain.policy_counts()["item"]["evicted"] > 2
+    assert plain.policy_counts()["p"] == {"ids": 60, "outside": 20}
 
 
 def draw(steps):

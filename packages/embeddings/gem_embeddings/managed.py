@@ -139,12 +139,14 @@ class IdMap:
 
 @dataclass(frozen=True, kw_only=True)
 class Mapped:
-    """A batch whose ids are rows. version: of the maps; trained: table -> its ids as given; hits: feature -> scalar."""
+    """A batch whose ids are rows. version: of the maps; trained: table -> its ids as given; counts: feature -> (ids
+    but FREE, of these in the map), scalars.
+    """
 
     ids: KeyedJaggedTensor
     version: int
     trained: Mapping[str, Tensor]
-    counts: Mapping[str, tuple[int, Tensor]]
+    counts: Mapping[str, tuple[Tensor, Tensor]]
 
 
 class ManagedTables:
@@ -163,7 +165,7 @@ class ManagedTables:
         self.maps = {name: IdMap(spec.rows, managed[name], device) for name, spec in self._specs.items()}
         self._group, self._exchange, self._device = group, exchange, device
         self._due: list[Mapping[str, Tensor]] = []
-        self._ids: dict[str, int] = {f: 0 for spec in self._specs.values() for f in spec.features}
+        self._ids: dict[str, Tensor | int] = {f: 0 for spec in self._specs.values() for f in spec.features}
         self._hits: dict[str, Tensor | int] = dict.fromkeys(self._ids, 0)
         self.version = 0
 
@@ -181,7 +183,7 @@ class ManagedTables:
                 given_N = values[keys.index(feature)]
                 rows_N, known_N = self.maps[name].look_up(given_N)
                 values[keys.index(feature)] = rows_N.to(given_N.dtype)
-                counts[feature] = (given_N.numel(), known_N.sum())
+                counts[feature] = ((given_N.long() != FREE).sum(), known_N.sum())  # FREE pads, and is no id
         mapped = KeyedJaggedTensor(
             keys=keys, values=torch.cat(values), lengths=ids.lengths(), weights=ids.weights_or_none()
         )
@@ -190,7 +192,7 @@ class ManagedTables:
     def taken(self, mapped: Mapped) -> None:
         """The batch is looked up now: count its ids and hits."""
         for feature, (number, hits) in mapped.counts.items():
-            self._ids[feature] += number
+            self._ids[feature] = self._ids[feature] + number
             self._hits[feature] = self._hits[feature] + hits
 
     def guard(self, vectors: dict[str, Tensor], mapped: Mapped) -> dict[str, Tensor]:
@@ -218,7 +220,7 @@ class ManagedTables:
         for name, spec in self._specs.items():
             rounds = {"inserted": self.maps[name].inserted, "evicted": self.maps[name].evicted}
             for feature in spec.features:
-                ids = self._ids[feature]
+                ids = int(self._ids[feature])
                 found[feature] = {"ids": ids, "outside": ids - int(self._hits[feature]), **rounds}
         return found
 

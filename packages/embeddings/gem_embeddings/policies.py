@@ -87,10 +87,11 @@ class IdPolicies:
             torch.cuda.synchronize()  # they are counted on the stream that ids are prepared on
         return {f: {"ids": self._ids[f], "outside": int(self._outside[f])} for f in self._policies}
 
-    def apply(self, ids: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, dict[str, Tensor]]:
+    def apply(self, ids: KeyedJaggedTensor, *, count: bool = True) -> tuple[KeyedJaggedTensor, dict[str, Tensor]]:
         """The batch with every id inside its table, and feature -> (N,) bool, the ids kept, where any can be missing.
 
-        Raises ValueError as `check_ids` does, for features whose policy is "error"; nothing is counted then.
+        Raises ValueError as `check_ids` does, for features whose policy is "error"; nothing is counted then, nor
+        without `count` (a batch that was counted before).
         """
         check_ids(self._specs, ids, allow=self._policies)
         if not self._policies:
@@ -107,8 +108,9 @@ class IdPolicies:
                 continue
             spec, own_N = self._owner[key], values[number]
             outside_N = (own_N < 0) | (own_N >= spec.rows)
-            self._ids[key] += own_N.numel()
-            self._outside[key] = self._outside[key] + outside_N.sum()
+            if count:
+                self._ids[key] += own_N.numel()
+                self._outside[key] = self._outside[key] + outside_N.sum()
             if policy == "hash":
                 hashed_N = hash_into(own_N, rows=spec.rows, salt=salt_of(spec.name)).to(own_N.dtype)
                 values[number] = torch.where(outside_N, hashed_N, own_N)

@@ -144,11 +144,14 @@ class ReferenceTables(nn.Module):
 
     def prepare(self, ids: KeyedJaggedTensor) -> PreparedIds:
         """Checks and policies; nothing travels."""
+        return self._prepare(ids, count=True)
+
+    def _prepare(self, ids: KeyedJaggedTensor, *, count: bool) -> PreparedIds:
         self._settle()
         if self._managed is None:
-            return PreparedIds(*self._policies.apply(self._sharing.spread(ids)))
+            return PreparedIds(*self._policies.apply(self._sharing.spread(ids), count=count))
         mapped = self._managed.apply(self._sharing.spread(ids))
-        prepared = PreparedIds(*self._policies.apply(mapped.ids))
+        prepared = PreparedIds(*self._policies.apply(mapped.ids, count=count))
         prepared.given, prepared.mapped = ids, mapped
         return prepared
 
@@ -164,7 +167,7 @@ class ReferenceTables(nn.Module):
         if self._managed is not None and own.mapped is not None:
             if own.mapped.version != self._managed.version:  # a round ended since: ids may have other rows
                 assert own.given is not None
-                own = self.prepare(own.given)
+                own = self._prepare(own.given, count=False)
                 ids, kept = own.take()
             assert own.mapped is not None
             self._managed.taken(own.mapped)

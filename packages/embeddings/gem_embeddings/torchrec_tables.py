@@ -118,6 +118,9 @@ class TorchRecTables(nn.Module):
 
     def prepare(self, ids: KeyedJaggedTensor) -> Started:
         """Check ids, apply policies, start their exchange; see the interface."""
+        return self._prepare(ids, count=True)
+
+    def _prepare(self, ids: KeyedJaggedTensor, *, count: bool) -> Started:
         self._settle()
         given = ids
         if self._stream is not None and ids.values().device.type == "cuda":
@@ -129,7 +132,7 @@ class TorchRecTables(nn.Module):
             if self._managed is not None:
                 mapped = self._managed.apply(ids)
                 ids = mapped.ids
-            ids, kept = self._policies.apply(ids)
+            ids, kept = self._policies.apply(ids, count=count)
             wanted = max(ids.stride(), 1)
             if self._equal_rows:
                 most = torch.tensor([wanted], device=self.device)
@@ -153,7 +156,7 @@ class TorchRecTables(nn.Module):
             if started.mapped.version != self._managed.version:  # a round ended since: ids may have other rows
                 started.wait()
                 assert started.given is not None
-                started = self.prepare(started.given)
+                started = self._prepare(started.given, count=False)
             assert started.mapped is not None
             with on_stream(self._stream):
                 self._managed.taken(started.mapped)
