@@ -14,7 +14,7 @@ from gem_data.interface import DataError, LoaderConfig
 from gem_data.remote import RemotePath
 from gem_data.schema import schema_to_dict
 from gem_data.streaming import StreamingLoader
-from gem_data.testing import batch_difference, write_tiny
+from gem_data.testing import batch_difference, tiny_schema, write_tiny
 
 CONFIG = LoaderConfig(global_batch_size=16, seed=3, window_groups=3, logical_shards=2)
 URL = "memory://bucket/log"
@@ -131,11 +131,31 @@ def test_files_without_hashes_are_refused_at_a_url(local, remote) -> None:
         build_loader(URL, split="train", config=CONFIG)
 
 
-def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
-    with pytest.raises(ValueError, match=r"a ftp URL on host store has a password in it") as caught:
-        data_path("ftp://me:sesame@store/log")
-    assert "sesame" not in str(caught.value)
-    assert data_path("memory://store/log") is not None
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://me:sesame@store/log",
+        "simplecache::https://me:sesame@store/log",
+        "zip://log/x::blockcache::ftp://me:sesame@store/a.zip",
+        "https://me:open/sesame@store/log",
+        "https://me:ses@me/sesame@store/log",
+        "https://me@mine:sesame@store/log",
+        "https://me:open::sesame@store/log",
+        "https://me:[sesame]@store/log",
+    ],
+)
+def test_a_password_in_a_url_is_refused_and_not_repeated(url) -> None:
+    for asked in (data_path, read_schema, lambda place: write_dataset(place, tiny_schema(), {})):
+        with pytest.raises(ValueError, match=r"data at .*://: the URL has a password in it") as caught:
+            asked(url)
+        assert "ses" not in str(caught.value)
+
+
+def test_urls_without_a_password_are_read() -> None:
+    for url in ("memory://store/log", "memory://store/log@3:4", "simplecache::memory://me@store/x@2"):
+        assert data_path(url) is not None
+    with pytest.raises(ValueError, match="nosuch://b/x@y: fsspec cannot read it"):
+        data_path("zip://inner::nosuch://b/x@y")
 
 
 def test_what_is_missing_is_said(remote, local, monkeypatch) -> None:

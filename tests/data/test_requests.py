@@ -35,7 +35,7 @@ from gem_data.api import (
 from gem_data.cost import Observation
 from gem_data.damage import set_value
 from gem_data.exchange import pack_rows, row_bytes, rows_of_batch, take_rows, unpack_rows
-from gem_data.interface import Batch, CostModel, CostTerm, DataError, LoaderConfig
+from gem_data.interface import Batch, CostModel, CostTerm, DataError, LoaderConfig, Schema
 from gem_data.packing import move_batch, pack_batch
 from gem_data.reference_balance import reference_load
 from gem_data.streaming import StreamingLoader
@@ -121,23 +121,31 @@ def test_an_expanded_batch_is_the_batch_of_the_expanded_table() -> None:
     assert batch_difference(dataclasses.replace(came, row_index=plain.row_index), plain) is None
 
 
+ONE_LEVEL_WITHOUT_IDS = [
+    select(SCHEMA, features=["id.user", "ids.tastes", "stream.views", "stream.buys", "dense.hour", "dense.price"]),
+    select(SCHEMA, features=["dense.hour", "id.item"]),
+    select(SCHEMA, features=["dense.hour", "dense.price"]),
+]
+
+
 @pytest.mark.parametrize("rows", [0, 1, 6])
-def test_packed_moved_and_exchanged_requests_are_the_same(rows: int) -> None:
-    whole = tiny_batch(6)
-    batch = take_rows(SCHEMA, whole, np.arange(rows))
+@pytest.mark.parametrize("schema", [SCHEMA, *ONE_LEVEL_WITHOUT_IDS], ids=["both", "impression", "request", "neither"])
+def test_packed_moved_and_exchanged_requests_are_the_same(schema: Schema, rows: int) -> None:
+    whole = batch_from_table(schema, tiny_request_table(rows=6, seed=0), step=4)
+    batch = take_rows(schema, whole, np.arange(rows))
     packed = pack_batch(batch)
     assert batch_difference(packed.batch, batch) is None
     assert batch_difference(move_batch(packed, "cpu").batch, batch) is None
-    held, sizes = rows_of_batch(SCHEMA, batch), row_bytes(SCHEMA, batch)
+    held, sizes = rows_of_batch(schema, batch), row_bytes(schema, batch)
     cut = rows // 2
     takes = [np.arange(cut, rows), np.arange(cut)]
-    chunks = [pack_rows(SCHEMA, held, take) for take in takes]
+    chunks = [pack_rows(schema, held, take) for take in takes]
     assert [chunk.numel() for chunk in chunks] == [int(sizes[take].sum()) for take in takes]
     counts = [len(take) for take in takes]
-    came = unpack_rows(SCHEMA, chunks, counts, global_rows=batch.global_rows, step=batch.step)
-    assert batch_difference(came, take_rows(SCHEMA, batch, np.concatenate(takes))) is None
+    came = unpack_rows(schema, chunks, counts, global_rows=batch.global_rows, step=batch.step)
+    assert batch_difference(came, take_rows(schema, batch, np.concatenate(takes))) is None
     if rows == 6:
-        assert batch_difference(take_rows(SCHEMA, came, np.array([3, 4, 5, 0, 1, 2])), batch) is None
+        assert batch_difference(take_rows(schema, came, np.array([3, 4, 5, 0, 1, 2])), batch) is None
 
 
 def test_rows_in_memory_name_row_and_impression() -> None:

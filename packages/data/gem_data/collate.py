@@ -140,7 +140,9 @@ def whole_batch(schema: Schema, parts: Sequence[Rows], *, global_rows: int, step
         },
         origin=np.concatenate([part.origin for part in parts]),
         values=np.concatenate([piece for column in columns for piece in column] or [np.empty(0, np.int64)]),
-        lengths_CB=np.array([np.concatenate(own) for own in lengths]).reshape(len(lengths), -1),
+        lengths_CB=np.array([np.concatenate(own) for own in lengths], np.int64).reshape(
+            len(lengths), sum(map(len, parts))
+        ),
         global_rows=global_rows,
         step=step,
     )

@@ -12,11 +12,15 @@ block cache stands between: a row group is read once.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import urlsplit
+
+# user:password@ behind the "://" of any URL of a chain ("simplecache::https://..."), whose "::" is no such colon. A
+# password may hold "/" and "@", where urlsplit finds none: refused is what could be one, a port before a later "@" too.
+_PASSWORD = re.compile(r"://(?:(?!::)[^/])*:(?!:)[^@]*@")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,15 @@ def is_url(directory: object) -> bool:
     return isinstance(directory, str) and "://" in directory
 
 
+def _refuse_password(url: str) -> None:
+    """Raise ValueError, which repeats nothing but the first protocol, where any URL of a chain has a password."""
+    if _PASSWORD.search(url):
+        raise ValueError(
+            f"data at {url.partition('://')[0]}://: the URL has a password in it (user:password@), which would be "
+            "written into the files of every run that reads it: leave it out, and give it by the environment"
+        )
+
+
 def data_path(directory: str | os.PathLike[str] | RemotePath) -> DataPath:
     """The path of a data set: a Path, or for a URL a RemotePath.
 
@@ -92,12 +105,7 @@ def data_path(directory: str | os.PathLike[str] | RemotePath) -> DataPath:
     if not is_url(directory):
         return Path(directory)
     url = str(directory)
-    parts = urlsplit(url)
-    if parts.password is not None:
-        raise ValueError(
-            f"a {parts.scheme} URL on host {parts.hostname} has a password in it, which would be written into the "
-            "files of every run that reads it: leave it out, and give it by the environment"
-        )
+    _refuse_password(url)
     try:
         import fsspec
     except ImportError:
@@ -113,5 +121,7 @@ def data_path(directory: str | os.PathLike[str] | RemotePath) -> DataPath:
 
 def local_only(directory: object, what: str) -> None:
     """Raise ValueError where a URL came and `what` needs a directory of this machine."""
+    if is_url(directory):
+        _refuse_password(str(directory))
     if is_url(directory) or isinstance(directory, RemotePath):
         raise ValueError(f"{what}: expected a directory of this machine, came {directory}")
