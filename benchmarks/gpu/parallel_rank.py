@@ -142,7 +142,7 @@ def speed(
 
     def measured(label: dict[str, Any], section: dict[str, Any], variant: str) -> list[dict[str, Any]]:
         config = cases.speed_config(size, section, attention=attention, variant=variant)
-        check_graphs(config, runtime.device)
+        check_graphs(config, runtime.device, schema)
         trainer = make_trainer(schema, config, runtime, rows=size.rows)
         row = {**label, **timed(trainer, batches, size.steps)}
         if world == 1:

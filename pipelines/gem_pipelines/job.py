@@ -229,9 +229,9 @@ def build(
     config: RunConfig, *, data: DataPath, directory: RunDirectory, runtime: Runtime, lock: RunLock | None = None
 ) -> Job:
     """Loader, model, tables and trainer of one job, at step 0."""
-    check_graphs(config, runtime.device)
     seed_everything(config.train.seed, rank=runtime.rank)
     schema = within(trained_schema(data, config.data), config.data.max_length)
+    check_graphs(config, runtime.device, schema)
     cost = load_model(config.balance, schema, config.model)
     quarantine = Quarantine()
     loader = training_loader(config, data=data, cost=cost, runtime=runtime, quarantine=quarantine)

@@ -157,7 +157,8 @@ def _sample_ids(data: DataPath) -> Int64:
 def _read_ids(path: DataPath) -> Int64:
     with path.open("rb") as opened, pq.ParquetFile(opened) as parquet:
         column = parquet.read(columns=["sample_id"]).column(0)
-        return (pc.list_flatten(column) if pa.types.is_list(column.type) else column).to_numpy()
+        lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+        return (pc.list_flatten(column) if lists else column).to_numpy()
 
 
 def _segments(directory: Path) -> list[tuple[int, Path]]:

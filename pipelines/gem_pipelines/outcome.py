@@ -114,7 +114,9 @@ def _plain(table: pa.Table) -> pa.Table:
     owners = pc.list_parent_indices(table.column(label).combine_chunks())
     return pa.table(
         {
-            name: pc.list_flatten(table.column(name)) if pa.types.is_list(kind) else table.column(name).take(owners)
+            name: pc.list_flatten(table.column(name))
+            if pa.types.is_list(kind) or pa.types.is_large_list(kind)
+            else table.column(name).take(owners)
             for name, kind in zip(table.column_names, table.schema.types, strict=True)
         }
     )

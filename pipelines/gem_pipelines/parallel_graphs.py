@@ -7,7 +7,8 @@ of the products. torch.cuda.make_graphed_callables records each with its backwar
 
 What a graph reads and writes lies at fixed addresses. So parameters must stay where they are: not with FSDP2, which
 gathers them elsewhere. And a gradient lies where the next backward writes: not with several micro-batches a step. Both
-are refused. A batch of another number of rows, and every pass without gradient, runs the part as it is.
+are refused, and so are rows that are requests: their impressions are another number in every batch. A batch of another
+number of rows, and every pass without gradient, runs the part as it is.
 
 Only `forward` is replaced: names of parameters and checkpoints do not change. Bits do not either: the same kernels run.
 Cost: the activations of these parts stay allocated; a second or so at the start.
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from gem_data.interface import Schema
 from torch import Tensor, nn
 
 from gem_pipelines.config import RunConfig
@@ -27,10 +29,16 @@ from gem_pipelines.errors import ConfigError
 Recorder = Callable[[tuple[nn.Module, ...], tuple[tuple[Tensor, ...], ...]], Any]
 
 
-def check_graphs(config: RunConfig, device: torch.device) -> None:
+def check_graphs(config: RunConfig, device: torch.device, schema: Schema) -> None:
     """Raise ConfigError where `model.graphs` cannot be had, with the reason."""
     if not config.model.graphs:
         return
+    if schema.impression:
+        raise ConfigError(
+            f"model.graphs is {config.model.graphs}, and rows of {schema.name!r} are requests (of impressions with "
+            f"{', '.join(schema.impression)} of their own): every batch has another number of impressions, which no "
+            "graph fits. Set model.graphs to (), or train plain samples ('gemline data impressions' makes them)"
+        )
     if device.type != "cuda":
         raise ConfigError(f"model.graphs is {config.model.graphs}: CUDA graphs need train.device 'cuda', not {device}")
     reasons = {

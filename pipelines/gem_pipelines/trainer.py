@@ -308,11 +308,12 @@ class Trainer:
         return found
 
     def _skip(self, batches: Sequence[Batch], error: ValueError) -> dict[str, Any]:
-        """Count the step as left out; its record names the samples and the reason. Rows that it lacked were lost to
-        damaged row groups, and count as such.
+        """Count the step as left out; its record names the samples and the reason. Rows of the data that it
+        lacked were lost to damaged row groups, and count as such.
         """
         sample_ids = self._sample_ids(batches)
-        missing = sum(batch.global_rows for batch in batches) - len(sample_ids)
+        own = torch.tensor(sum(batch.rows for batch in batches))
+        missing = sum(batch.global_rows for batch in batches) - int(self.runtime.sum(own))
         position = self.position
         position.step += 1
         position.quarantined_samples += missing

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -19,7 +20,8 @@ from gem_pipelines.batches import BatchError, check_batch, pad_empty
 from gem_pipelines.checkpoint_format import step_directory
 from gem_pipelines.cli import main
 from gem_pipelines.evaluate import predict
-from gem_pipelines.ledger import verify_ledger
+from gem_pipelines.ledger import _sample_ids, verify_ledger
+from gem_pipelines.outcome import _read_split
 from gem_pipelines.rundir import read_records
 from gem_pipelines.timing import PartClock
 
@@ -130,6 +132,42 @@ def test_a_damaged_row_group_of_requests_is_left_out_and_counted(job_on, request
     sound = [pq.ParquetFile(requests / path.name).read_row_group(n, columns=["sample_id"]) for n in (0, 2, 3)]
     impressions = [ids for table in sound for ids in table["sample_id"].to_pylist()]
     assert records[-1]["samples"] == sum(len(ids) for ids in impressions)
+
+
+def test_a_step_of_requests_that_is_left_out_lacks_no_rows(job_on, requests, take_steps, monkeypatch) -> None:
+    """Planned are requests, left out are impressions: neither count is subtracted from the other."""
+    from gem_pipelines import trainer
+
+    job = job_on(requests, "run", train={"max_skipped_steps": 1})
+    with monkeypatch.context() as patched:
+        whole = trainer.bce_by_task
+        patched.setattr(trainer, "bce_by_task", lambda *given: whole(*given) * torch.nan)
+        (record,) = take_steps(job, 1)
+    assert (record["kind"], record["error"], record["missing_rows"]) == ("skip", "LossError", 0)
+    assert job.trainer.position.skipped_samples == len(record["sample_ids"]) > 16
+    take_steps(job, 1)
+    assert job.trainer.position.quarantined_samples == 0
+
+
+def test_lists_with_long_offsets_are_counted_as_lists(requests, tmp_path) -> None:
+    """Readers take large_list; so do the ledger's check and the floors."""
+    schema, found = read_schema(requests), []
+    for name in ("list", "large"):
+        data = tmp_path / name
+        shutil.copytree(requests, data)
+        for file in schema.files:
+            table = pq.read_table(data / file.path)
+            kinds = [
+                pa.field(f.name, pa.large_list(f.type.value_type) if pa.types.is_list(f.type) else f.type)
+                for f in table.schema
+            ]
+            pq.write_table(table.cast(pa.schema(kinds)) if name == "large" else table, data / file.path)
+        ids = _sample_ids(data)
+        floor = _read_split(data, schema, "train", "click")
+        found.append((ids.tolist(), floor.num_rows, floor.column("label.click").to_pylist()))
+    assert pa.types.is_large_list(pq.read_schema(data / schema.files[0].path).field("sample_id").type)
+    assert found[0] == found[1]
+    assert len(found[0][0]) == found[0][1]
 
 
 def one_batch(data: Path) -> Batch:

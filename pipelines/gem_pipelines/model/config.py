@@ -193,7 +193,8 @@ class ModelConfig:
     graphs: tuple[GraphedPart, ...] = ()
     """Parts of fixed shape that CUDA replays as graphs, forward and backward, one launch each instead of dozens:
     "summaries" (but for their attention), "interaction", "heads". Training batches of another number of rows, and
-    evaluation, run as without. CUDA only; parallel.shard and parallel.expert 1, no accumulation, no balance.budget."""
+    evaluation, run as without. CUDA only; parallel.shard and parallel.expert 1, no accumulation, no balance.budget, no
+    data whose rows are requests."""
     attention: AttentionImpl = "eager"
     """Implementation of attention."""
     hstu: HstuImpl = "layers"

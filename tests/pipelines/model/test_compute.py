@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from gem_data.testing import tiny_request_schema, tiny_schema
 from gem_pipelines.errors import ConfigError
 from gem_pipelines.model.config import ModelConfig
 from gem_pipelines.model.gem import GemModel
@@ -190,10 +191,22 @@ def test_graphs_are_refused_where_they_would_be_wrong(section, words):
     config = dataclasses.replace(base, model=dataclasses.replace(base.model, graphs=("heads",)))
     changed = {key: dataclasses.replace(getattr(config, key), **values) for key, values in section.items()}
     with pytest.raises(ConfigError, match=re.escape(words)):
-        check_graphs(dataclasses.replace(config, **changed), torch.device("cuda"))
-    check_graphs(config, torch.device("cuda"))
+        check_graphs(dataclasses.replace(config, **changed), torch.device("cuda"), tiny_schema())
+    check_graphs(config, torch.device("cuda"), tiny_schema())
     with pytest.raises(ConfigError, match=r"need train\.device 'cuda'"):
-        check_graphs(config, torch.device("cpu"))
+        check_graphs(config, torch.device("cpu"), tiny_schema())
+
+
+def test_graphs_are_refused_on_requests():
+    """Their batches have another number of impressions at every step, which no recorded graph fits."""
+    schema = tiny_request_schema()
+    base = find_recipe("debug")
+    config = dataclasses.replace(base, model=dataclasses.replace(base.model, graphs=("heads",)))
+    words = r"model\.graphs is \('heads',\).*rows of 'tiny-requests' are requests.*id\.item.*Set model\.graphs to \(\)"
+    with pytest.raises(ConfigError, match=words):
+        check_graphs(config, torch.device("cuda"), schema)
+    check_graphs(config, torch.device("cuda"), dataclasses.replace(schema, impression=()))
+    check_graphs(base, torch.device("cuda"), schema)
 
 
 def test_parts_that_repeat_are_refused():
