@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,32 @@ def test_state_of_another_cut_is_refused(one_process):
     assert cut.state_shapes()["item"] == {"weight": (23, 8), "momentum": (23, 2)}
     with pytest.raises(ValueError, match=r"momentum should be \(23,\).*got \(23, 2\).*a moment a part"):
         whole.load_table_state(cut.table_state())
+
+
+def test_state_takes_one_whole_table_of_device_memory_at_a_time(one_process, monkeypatch):
+    """Those of 9 and 5 rows in turn; the one that is whole already takes none."""
+    made = build_tables(
+        tables(a=9, b=5, whole=40), optimizer=testing.OPTIMIZER, seed=0, sharding={"whole": "data_parallel"}
+    )
+    live, peaks, zeros = {}, [], torch.zeros
+
+    def counted(*shape, **options):
+        tensor = zeros(*shape, **options)
+        live[id(tensor)] = tensor.nbytes
+        weakref.finalize(tensor, live.pop, id(tensor))
+        peaks.append(sum(live.values()))
+        return tensor
+
+    expected = made.table_state()
+    monkeypatch.setattr(torch, "zeros", counted)
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as from a device: to other memory
+    found = made.table_state()
+    assert max(peaks) == 9 * (8 + 1) * 4
+    assert found.keys() == expected.keys() == {"a", "b", "whole"}
+    for name, parts in expected.items():
+        assert parts["weight"].abs().max() > 0
+        for key, value in parts.items():
+            assert torch.equal(found[name][key], value), (name, key)
 
 
 def test_the_planner_takes_given_kinds(one_process):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
+from gem_embeddings import torchrec_tables
 from gem_embeddings.api import build_tables
 from gem_embeddings.initial import BLOCK_ROWS, initial_rows, initial_values
 from gem_embeddings.interface import ManagedIds, RowWiseAdagrad, TableSpec
@@ -214,6 +218,23 @@ def test_evicted_rows_begin_anew(one_process, impl):
     assert counts["item"] == {"ids": 14, "outside": 12, "inserted": 6, "evicted": 1}
     assert counts["seq"] == {"ids": 4, "outside": 4, "inserted": 6, "evicted": 1}
     assert "p" not in counts
+
+
+def test_evicted_rows_are_kept_for_the_stream_that_reads_them(one_process, monkeypatch):
+    """On CUDA they are made on the stream of ids and read on the current one, after a wait and a note of it."""
+    tables, done = make("torchrec", sharding={"item": "data_parallel"}), []
+    current = SimpleNamespace(wait_stream=lambda other: done.append(("wait", other)))
+    rows_U = torch.tensor([1, 3])
+    monkeypatch.setattr(tables, "_stream", "ids")
+    monkeypatch.setattr(tables, "_managed", SimpleNamespace(settle=lambda: [("item", rows_U)]))
+    monkeypatch.setattr(tables, "_reset", lambda name, rows: done.append(("reset", name)))
+    monkeypatch.setattr(torchrec_tables, "on_stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda rows, stream: done.append(("note", rows is rows_U, stream is current))
+    )
+    tables._settle()
+    assert done == [("wait", "ids"), ("note", True, True), ("reset", "item")]
 
 
 @pytest.mark.parametrize("impl", ["reference", "torchrec"])

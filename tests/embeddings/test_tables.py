@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gem_embeddings import initial, testing
+from gem_embeddings import initial, testing, torchrec_tables
 from gem_embeddings.api import build_tables
 from gem_embeddings.interface import PlannerInputs, RowWiseAdagrad, TableSpec
 from gem_embeddings.planned import plan_tables
@@ -138,7 +138,7 @@ def test_the_planner_places_tables_within_constraints_and_memory(one_process):
     inputs = PlannerInputs(rows_per_rank=2048, mean_ids={"a": 50.0}, memory_bytes=1.5e9, host_memory_bytes=1.5e9)
 
     def decide(inputs, given):
-        found = plan_tables(_Collections(specs), specs, inputs=inputs, ranks=4, device="cpu", given=given)
+        found = plan_tables(_Collections(specs), specs, inputs=inputs, ranks=4, host=4, device="cpu", given=given)
         return {name: layout.shards[0].rank if layout.kind == "table_wise" else None for name, layout in found.items()}
 
     found = decide(inputs, {})
@@ -149,6 +149,35 @@ def test_the_planner_places_tables_within_constraints_and_memory(one_process):
     assert decide(inputs, {"mid": "row_wise"})["mid"] is None
     with pytest.raises(ValueError, match=r"no place for the tables on 4 ranks with 2e\+08 bytes"):
         decide(dataclasses.replace(inputs, memory_bytes=2e8, host_memory_bytes=2e8), {})
+
+
+@pytest.mark.parametrize("kind", ["table_row_wise", "grid"])
+def test_the_planners_hosts_are_those_of_the_job(one_process, kind):
+    """8 ranks on hosts of 4: a plan over all 8 would let the lookups of a host's table look on the wrong ranks."""
+    specs = [TableSpec(name=name, rows=800, dim=8, features=(name,), pooling="sum") for name in "ab"]
+    inputs = PlannerInputs(rows_per_rank=8, ranks_per_host=8)
+
+    def plan(given, ranks_per_host=8, host=4):
+        told = dataclasses.replace(inputs, ranks_per_host=ranks_per_host)
+        return plan_tables(_Collections(specs), specs, inputs=told, ranks=8, host=host, device="cpu", given=given)
+
+    with pytest.raises(ValueError, match=r"told of 8 ranks a host .* runs with 4 a host, and 'a' .* 4 ranks a host"):
+        plan({"a": kind, "b": "row_wise"})
+    assert len({shard.rank // 4 for shard in plan({"a": "table_row_wise"}, ranks_per_host=4)["a"].shards}) == 1
+    assert len(plan({"a": "table_row_wise"}, ranks_per_host=16, host=8)["a"].shards) == 8
+    assert plan({"a": "row_wise"})["a"].kind == "row_wise"  # no table lies on a host
+
+
+def test_tables_made_with_the_planner_know_the_hosts_of_the_job(one_process, monkeypatch):
+    monkeypatch.setattr(torchrec_tables, "ranks_of_a_host", lambda group: 4)
+    with pytest.raises(ValueError, match=r"told of 1 ranks a host .* runs with 4 a host, and 'tag'"):
+        build_tables(
+            SPECS,
+            optimizer=RowWiseAdagrad(),
+            seed=0,
+            sharding={"tag": "grid"},
+            planner=PlannerInputs(rows_per_rank=8),
+        )
 
 
 def test_planned_tables_train_as_others(one_process):

@@ -18,7 +18,7 @@ from torch import nn
 
 from gem_embeddings.distribute import TORCHREC_KIND
 from gem_embeddings.interface import PlannerInputs, TableSpec
-from gem_embeddings.layout import SHARDINGS, Layout, Shard, parse_sharding
+from gem_embeddings.layout import ON_A_HOST, SHARDINGS, Layout, Shard, parse_sharding
 from gem_embeddings.validation import rows_suffice
 
 FREE = ("table_wise", "row_wise")
@@ -30,27 +30,37 @@ def plan_tables(
     *,
     inputs: PlannerInputs,
     ranks: int,
+    host: int,
     device: str,
     given: Mapping[str, str],
 ) -> dict[str, Layout]:
     """Table -> layout. given: kinds that are decided. ValueError where no plan fits.
 
     collections  the TorchRec modules, on meta
+    host         how many ranks TorchRec's lookups take for a host, which kinds that lie on a host are cut over
     """
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 
+    decided = {name: parse_sharding(text) for name, text in given.items()}
+    told = min(inputs.ranks_per_host, ranks)
+    on_hosts = [name for name, (kind, _) in decided.items() if kind in ON_A_HOST]
+    if on_hosts and told != host:  # the lookups would send ids to other ranks than those that hold their rows
+        raise ValueError(
+            f"the planner is told of {told} ranks a host (ranks_per_host {inputs.ranks_per_host}, {ranks} ranks), the "
+            f"job runs with {host} a host, and {', '.join(map(repr, on_hosts))} are to be cut over the ranks of one "
+            f"host; give the planner a topology with {host} ranks a host, or start {told} processes a host"
+        )
     topology = Topology(
         world_size=ranks,
         compute_device=device,
         hbm_cap=int(inputs.memory_bytes),
         ddr_cap=int(inputs.host_memory_bytes),
-        local_world_size=min(inputs.ranks_per_host, ranks),
+        local_world_size=told,
         # the planner counts in bytes a millisecond
         intra_host_bw=inputs.host_bytes_per_s / 1e3,
         inter_host_bw=inputs.network_bytes_per_s / 1e3,
     )
-    decided = {name: parse_sharding(text) for name, text in given.items()}
     constraints = {
         spec.name: ParameterConstraints(
             sharding_types=_torchrec_kinds(decided[spec.name][0]) if spec.name in decided else _possible(spec, ranks),

@@ -13,7 +13,7 @@ What TorchRec does not do, and this file does:
 - key order: a sharded module learns the order of the features at its first batch, so every batch is brought into one;
 - state: whole tables under their plain names, instead of shards under names that contain the sharding.
 
-Cost of a `table_state`: one all-reduce of each whole table.
+Cost of a `table_state`: one all-reduce of each whole table, one table after another in the device's memory.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class TorchRecTables(nn.Module):
             self._layouts = place(specs, sharding, ranks=size, host=host)
         else:
             self._layouts = plan_tables(
-                collections, specs, inputs=planner, ranks=size, device=self.device.type, given=sharding
+                collections, specs, inputs=planner, ranks=size, host=host, device=self.device.type, given=sharding
             )
         self._parts = {name: layout.parts for name, layout in self._layouts.items()}
         self._equal_rows = size > 1 and any(
@@ -188,20 +188,16 @@ class TorchRecTables(nn.Module):
         """Table name -> {"weight", "momentum"}, whole, on CPU, on every rank. A collective: all ranks must call it."""
         self._settle()
         self._dense.finish()
-        whole = {
-            name: {key: torch.zeros(shape, device=self.device) for key, shape in shapes.items()}
-            for name, shapes in self.state_shapes().items()
-        }
-        for table, (weight, momentum) in zip(self._copies.tables, self._copies.state(), strict=True):
-            whole[table.name]["weight"][table.block] = weight
-            table.moments_of(whole[table.name]["momentum"]).copy_(momentum)
-        found: dict[str, dict[str, Tensor]] = {}
+        local: dict[str, list[tuple[LocalTable, tuple[Tensor, Tensor]]]] = {}
+        for table, parts in zip(self._copies.tables, self._copies.state(), strict=True):
+            local.setdefault(table.name, []).append((table, parts))
         dense = {table.name: table for table in self._dense.tables}
-        for name, entry in whole.items():
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, shapes in self.state_shapes().items():  # one at a time: the device may not hold them all whole
             if name in dense:  # the same on every rank
-                found[name] = {key: getattr(dense[name], key).to("cpu", copy=True) for key in entry}
+                found[name] = {key: getattr(dense[name], key).to("cpu", copy=True) for key in shapes}
             else:
-                found[name] = {key: self._sum(entry[key]) for key in entry}
+                found[name] = self._whole(shapes, local.get(name, ()))
         return found
 
     def load_table_state(self, state: dict[str, dict[str, Tensor]]) -> None:
@@ -275,7 +271,10 @@ class TorchRecTables(nn.Module):
         with on_stream(self._stream):
             evicted = self._managed.settle()
         if evicted and self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self._stream)
+            for _, rows_U in evicted:  # else its memory could be given to the next batch while it is still read
+                rows_U.record_stream(current)
         for name, rows_U in evicted:
             self._reset(name, rows_U)
 
@@ -293,6 +292,16 @@ class TorchRecTables(nn.Module):
             if whole.name == name:
                 whole.weight[rows_U] = initial_values(spec, rows_U, seed=self._seed).to(self.device)
                 whole.momentum[rows_U] = 0.0
+
+    def _whole(
+        self, shapes: Mapping[str, tuple[int, ...]], local: Sequence[tuple[LocalTable, tuple[Tensor, Tensor]]]
+    ) -> dict[str, Tensor]:
+        """A table of all ranks, on the CPU, of the blocks that are here. A collective."""
+        whole = {key: torch.zeros(shape, device=self.device) for key, shape in shapes.items()}
+        for table, (weight, momentum) in local:
+            whole["weight"][table.block] = weight
+            table.moments_of(whole["momentum"]).copy_(momentum)
+        return {key: self._sum(entry) for key, entry in whole.items()}
 
     def _sum(self, whole: Tensor) -> Tensor:
         if dist.get_world_size(self.group) > 1:
