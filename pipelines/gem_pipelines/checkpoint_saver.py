@@ -29,7 +29,7 @@ from typing import Any, Literal
 from gem_data.interface import Loader
 
 from gem_pipelines import checkpoint_incremental, failpoints
-from gem_pipelines.checkpoint import capture
+from gem_pipelines.checkpoint import capture, expected_tensors
 from gem_pipelines.checkpoint_format import Checkpoint, WriteStats, check_space, step_directory
 from gem_pipelines.checkpoint_keep import Keeper, set_aside_damaged
 from gem_pipelines.errors import CheckpointError, RunError
@@ -218,11 +218,11 @@ def snapshot(checkpoint: Checkpoint, *, keep: bool) -> Checkpoint:
 
 
 def expected_bytes(trainer: Trainer) -> int:
-    """Bytes of a full checkpoint of this run: parameters, two moments each, tables and their momenta. float32."""
-    dense = sum(math.prod(shape) * dtype.itemsize for shape, dtype in trainer.parallel.dense_expected.values())
-    moments = sum(4 * math.prod(shape) for shape in trainer.optimizer.expected_shapes().values())
-    tables = sum(4 * spec.rows * (spec.dim + 1) for spec in trainer.parallel.specs)
-    return dense + moments + tables
+    """Bytes of a full checkpoint of this run: parameters, two moments each, tables and their moments, maps of managed
+    ids (without those that a round has seen so far, of any number).
+    """
+    expected = expected_tensors(trainer).values()
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in expected if -1 not in shape)
 
 
 def _record(write: _Write, *, asynchronous: bool) -> dict[str, Any]:

@@ -238,10 +238,11 @@ def _place_tables(
 
 def _table_group(runtime: Runtime) -> dist.ProcessGroup | None:
     """All ranks. On CUDA a group of its own: over the default one, the next step's ids would queue up behind this
-    step's gradients, and the host, which reads how many come, would wait for the whole backward. A collective.
+    step's gradients, and the host, which reads how many come, would wait for the whole backward. It has the job's
+    limit, which torch does not hand on to new groups. A collective.
     """
     if runtime.device.type == "cuda" and runtime.world_size > 1:
-        return dist.new_group(group_desc="tables")  # type: ignore[no-any-return]
+        return dist.new_group(timeout=runtime.timeout, group_desc="tables")  # type: ignore[no-any-return]
     return dist.group.WORLD
 
 

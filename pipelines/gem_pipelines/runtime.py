@@ -24,11 +24,14 @@ from gem_pipelines.errors import RemoteError, RunError
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """Where this process stands. `device` is the one that computes."""
+    """Where this process stands. `device` is the one that computes; `timeout` is how long a collective may take (None:
+    as torch has it).
+    """
 
     rank: int
     world_size: int
     device: torch.device
+    timeout: timedelta | None = None
 
     @property
     def is_main(self) -> bool:
@@ -172,4 +175,4 @@ def start_runtime(*, device: str, threads: int | None, deterministic: bool, time
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    return Runtime(rank=rank, world_size=world_size, device=chosen)
+    return Runtime(rank=rank, world_size=world_size, device=chosen, timeout=timeout)

@@ -8,6 +8,7 @@ import torch
 from gem_pipelines import checkpoint
 from gem_pipelines.checkpoint_format import step_directory
 from gem_pipelines.checkpoint_incremental import read_whole
+from gem_pipelines.checkpoint_saver import expected_bytes
 from gem_pipelines.cli import main
 from gem_pipelines.config import TablesConfig
 from gem_pipelines.errors import CheckpointError, ConfigError
@@ -85,6 +86,21 @@ def test_a_map_goes_with_its_table_or_not_at_all(make_job, take_steps, tmp_path)
     assert not [key for key in fits if ".item." in key]
     with pytest.raises(CheckpointError, match="does not fit this model"):
         start_from(saved, other.trainer, partial=False, say=lambda line: None)
+
+
+def test_the_room_that_is_asked_for_counts_maps_and_moments_of_parts(make_job, take_steps):
+    """Between two rounds, when no id is waiting, a checkpoint holds what is expected."""
+    tables = {
+        "policies": ("item=zch", "ads.item=zch"),
+        "zch": ("item=lru:1:12",),
+        "sharding": ("item=column_wise:2",),
+    }
+    job = make_job(tables=tables)
+    take_steps(job, 1)
+    tensors = checkpoint.capture(job.trainer, job.loader).tensors
+    assert tensors["ids.item.ids"].nbytes == 12 * 8
+    assert tensors["tables.item.momentum"].shape == (12, 2)
+    assert expected_bytes(job.trainer) == sum(tensor.nbytes for tensor in tensors.values())
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from gem_comm.reference import run_ranks, thread_groups
 from gem_pipelines.config import ParallelConfig, RunConfig
 from gem_pipelines.errors import ConfigError
@@ -18,6 +20,7 @@ from gem_pipelines.model.testing import KINDS, make_config, make_inputs, make_sc
 from gem_pipelines.model.wukong import WukongExperts
 from gem_pipelines.parallel_experts import ExpertGroup, ExpertParts, ExpertSum, place_experts
 from gem_pipelines.parallel_mesh import mesh_spec
+from gem_pipelines.parallelize import _table_group
 from gem_pipelines.recipes import find_recipe
 from torch import nn
 
@@ -43,6 +46,13 @@ def test_what_is_left_of_the_world_is_copies_of_the_model_and_parts_of_the_table
 def test_a_mesh_that_does_not_fit_prints_both_products(config, words):
     with pytest.raises(ConfigError, match=words):
         mesh_spec(config, 8)
+
+
+def test_the_tables_group_waits_as_long_as_the_job_says(runtime, monkeypatch):
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "new_group", lambda **given: made.append(given))
+    _table_group(dataclasses.replace(runtime, world_size=2, device=torch.device("cuda")))
+    assert made == [{"timeout": timedelta(seconds=60), "group_desc": "tables"}]  # what the fixture starts with
 
 
 def test_averages_and_checkpoints_must_meet():
