@@ -51,7 +51,10 @@ class Copied:
 
 
 def copied_tensors(parallel: ParallelModel, optimizer: DenseOptimizer, runtime: Runtime) -> list[Copied]:
-    """Everything that exists more than once in this run, by the group that holds it."""
+    """What is held more than once in this run, by the group that holds it.
+
+    Id maps are on all ranks; with copies of the tables they are compared between these, not inside of one.
+    """
     if runtime.world_size == 1:
         return []
     meshes = parallel.meshes
@@ -60,9 +63,11 @@ def copied_tensors(parallel: ParallelModel, optimizer: DenseOptimizer, runtime: 
         dense |= {f"optimizer.{name}.{key}": part for key, part in optimizer.own_state(name).items() if key != "step"}
     group = dist.group.WORLD if meshes is None else meshes.process_groups["replicate"]
     found = [Copied(axis="replicate", group=group, tensors=dense)]
-    if meshes is not None:
-        tables = {f"tables.{name}": part for name, part in parallel.tables.copied_parts().items()}
+    tables = {f"tables.{name}": part for name, part in parallel.tables.copied_parts().items()}
+    if meshes is not None and meshes.layout.spec.table_replica > 1:
         found.append(Copied(axis="table_replica", group=meshes.process_groups["table_replica"], tensors=tables))
+    elif tables:  # data_parallel ones and id maps
+        found.append(Copied(axis="world", group=dist.group.WORLD, tensors=tables))
     return [copied for copied in found if dist.get_world_size(copied.group) > 1]
 
 

@@ -271,6 +271,20 @@ def test_batches_sent_ahead_train_the_same(one_process, impl):
     assert plain.policy_counts()["p"] == {"ids": 60, "outside": 20}
 
 
+def test_what_all_ranks_hold_is_there_to_be_compared(one_process):
+    tables = make("torchrec", sharding={"plain": "data_parallel"})
+    for row in draw(3):
+        step(tables, batch(row.tolist(), tags=row.tolist(), p=2))
+    parts, state, maps = tables.copied_parts(), tables.table_state()["plain"], tables.id_state()
+    assert torch.equal(parts["plain.weight"], state["weight"])
+    assert torch.equal(parts["plain.momentum"], state["momentum"])
+    compared = {name for name in parts if not name.startswith("plain.")}
+    assert {"item.ids", "item.rows", "item.counts", "tag.ids", "tag.rows", "tag.last_access_iter"} <= compared
+    for name in compared:
+        table, part = name.split(".")
+        assert torch.equal(parts[name], maps[table][part]), name
+
+
 def draw(steps):
     generator = torch.Generator().manual_seed(3)
     return [(torch.rand(5, generator=generator) * 6).long() * 1_000 + number // 2 for number in range(steps)]

@@ -43,6 +43,7 @@ def main() -> None:
             replica_check_every=2,
         ),
         parallel=ParallelConfig(**plan["parallel"]),
+        tables=dataclasses.replace(base.tables, **{key: tuple(value) for key, value in plan["tables"].items()}),
     )
     directory = RunDirectory(Path(plan["out"]) / "run")
     if runtime.is_main:

@@ -84,6 +84,8 @@ def test_a_batch_whose_gradient_is_scaled_is_flagged_that_step(make_job, monkeyp
 @pytest.mark.parametrize(
     ("world", "axis", "copies", "tensor"),
     [
+        (2, "world", {}, "tables.item.weight"),
+        (2, "world", {}, "tables.item.ids"),
         (2, "replicate", {}, "dense."),
         (3, "replicate", {}, "optimizer."),  # the next update carries it into the parameter
         (4, "table_replica", {"table_shard": 2, "table_replica": 2}, "tables."),
@@ -92,7 +94,13 @@ def test_a_batch_whose_gradient_is_scaled_is_flagged_that_step(make_job, monkeyp
 )
 def test_a_flipped_bit_on_one_rank_is_found_and_named(debug_data, tmp_path, world, axis, copies, tensor):
     """A bit of an exponent flips after step 3 on the last rank; checks every 2 steps: found at step 4."""
+    tables = {}
+    if tensor == "tables.item.weight":
+        tables = {"sharding": ["item=data_parallel"]}
+    elif tensor == "tables.item.ids":
+        tables = {"policies": ["item=zch", "ads.item=zch"], "zch": ["item=lru:2:12"]}
     plan = {"world": world, "parallel": copies, "tensor": tensor, "data": str(debug_data), "out": str(tmp_path)}
+    plan["tables"] = tables
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     worker = str(Path(__file__).with_name("drift_worker.py"))
     done = subprocess.run(
@@ -108,6 +116,9 @@ def test_a_flipped_bit_on_one_rank_is_found_and_named(debug_data, tmp_path, worl
     said = [(tmp_path / f"rank-{rank}.txt").read_text() for rank in range(world)]
     assert len(set(said)) == 1, (said, done.stderr[-2000:])
     assert said[0].startswith("step 4: copies that must be equal differ: "), said[0]
+    if axis == "world":
+        assert re.search(rf"rank (1|0 or 1) (probably )?drifted.*: {tensor} over axis world ", said[0]), said[0]
+        return
     if tensor == "tables.":
         # The rows' next update may have brought the sick value near the others: then both ranks are named, never one.
         told = re.search(r"rank (\d) probably drifted|rank 1 or 3 drifted, which of them cannot be told", said[0])

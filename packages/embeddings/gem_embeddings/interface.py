@@ -182,7 +182,8 @@ class Tables(Protocol):
     set_learning_rate(lr)     for schedules.
     placement() -> table name -> how it lies on the ranks of one copy: "whole on rank 1", "rows over 4 ranks".
     copied_parts() -> name -> this rank's memory of what other copies hold too, bit for bit at this moment: the same
-        names on all of them. Empty without copies, where slices are held, and between two averages. To be read only.
+        names on all of them. Weights and moments, not where slices are held, nor between two averages; without copies
+        those of data_parallel tables, which all ranks hold; id maps, which all ranks hold always. To be read only.
     policy_counts() -> feature -> {"ids": n, "outside": n}, of this rank since it was built, for features whose policy
         is not "error". Features of managed tables too: outside counts ids without a row of their own, and "inserted"
         and "evicted" those of the feature's table, on all ranks together. Evaluations count, but insert nothing.

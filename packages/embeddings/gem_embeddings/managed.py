@@ -230,6 +230,11 @@ class ManagedTables:
         """Table -> state; a collective."""
         return {name: own.state(self._of_all_ranks(own.seen())) for name, own in self.maps.items()}
 
+    def copied_parts(self) -> dict[str, Tensor]:
+        """The maps' memory, the same on all ranks."""
+        parts = {name: {"ids": own.ids_R, "rows": own.rows_R, **own.about} for name, own in self.maps.items()}
+        return {f"{name}.{part}": value for name, own in parts.items() for part, value in own.items()}
+
     def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         return {name: own.shapes() for name, own in self.maps.items()}
 

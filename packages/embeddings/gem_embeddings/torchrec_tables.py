@@ -235,6 +235,13 @@ class TorchRecTables(nn.Module):
         for table, parts in zip(self._copies.tables, self._copies.copied(), strict=False):
             for name, part in zip(("weight", "momentum"), parts, strict=True):
                 found[f"{table.name}@{table.start},{table.column}.{name}"] = part
+        self._dense.finish()
+        for whole in self._dense.tables:  # without copies; all ranks hold it
+            found |= {f"{whole.name}.weight": whole.weight, f"{whole.name}.momentum": whole.momentum}
+        if self._managed is not None:
+            if self._stream is not None:
+                torch.cuda.current_stream(self.device).wait_stream(self._stream)  # maps change on it
+            found |= self._managed.copied_parts()
         return found
 
     def policy_counts(self) -> dict[str, dict[str, int]]:
