@@ -72,6 +72,11 @@ class FlightRecorder:
         self.phase, self.step, self.since_ns = phase, step, time.monotonic_ns()
         self._write(0)
 
+    def count_anew(self) -> None:
+        """This rank stays in its phase, with its rows, but for no time yet."""
+        self.since_ns = time.monotonic_ns()
+        self._write(self._row_count)
+
     def rows(self, sample_ids: Tensor, row_index: Tensor) -> None:
         """The rows of the step: (B,) and (B, 3) int64 on the CPU."""
         count = int(sample_ids.shape[0])
@@ -82,7 +87,7 @@ class FlightRecorder:
         self._write(count)
 
     def _write(self, rows: int) -> None:
-        phase = self.phase.encode()
+        self._row_count, phase = rows, self.phase.encode()
         _HEADER.pack_into(
             self._map, 0, _MAGIC, self._machine, os.getpid(), self._attempt, self.step, self.since_ns, rows, phase
         )

@@ -32,7 +32,7 @@ from gem_pipelines.parallelize import parallelize, seed_everything
 from gem_pipelines.quarantine import Quarantine
 from gem_pipelines.rundir import RunDirectory
 from gem_pipelines.runlock import RunLock
-from gem_pipelines.runtime import Runtime, start_runtime
+from gem_pipelines.runtime import Runtime, launcher_process, start_runtime
 from gem_pipelines.supervision import supervise
 from gem_pipelines.trainer import Trainer
 from gem_pipelines.watchdog import record_collectives
@@ -56,6 +56,7 @@ class Request:
 
 def run(request: Request) -> Outcome | None:
     """Run the job in this process (one of many under torchrun). Returns the outcome on rank 0, None elsewhere."""
+    launcher = launcher_process()  # before the minutes of set-up, in which it may die
     check_versions(installed_versions())
     train = request.config.train
     record_collectives()
@@ -73,7 +74,7 @@ def run(request: Request) -> Outcome | None:
         if request.automatic:
             exists = runtime.from_main(str(int(directory.config_file.exists()))) == "1"
             request = dataclasses.replace(request, resume=request.resume or exists)
-        return _run(request, directory, lock, runtime)
+        return _run(request, directory, lock, runtime, launcher)
     finally:
         if lock is not None:
             directory.give_up_lock(lock)
@@ -91,7 +92,9 @@ def _lock(directory: RunDirectory, runtime: Runtime) -> RunLock | None:
     return held[0] if held else None
 
 
-def _run(request: Request, directory: RunDirectory, lock: RunLock | None, runtime: Runtime) -> Outcome | None:
+def _run(
+    request: Request, directory: RunDirectory, lock: RunLock | None, runtime: Runtime, launcher: int | None
+) -> Outcome | None:
     config = request.config
     if not request.resume:
         runtime.on_main(directory.check_unused)
@@ -121,6 +124,7 @@ def _run(request: Request, directory: RunDirectory, lock: RunLock | None, runtim
         first_step=first,
         automatic=request.automatic,
         files=[file.path for file in job.schema.files],
+        launcher=launcher,
     )
     return job.train(resumed_from=first if request.resume else None, survey=survey)
 

@@ -2,6 +2,7 @@
 
     ledger/step-00000010.parquet      the steps since the segment before, up to and with step 10
         step int64, epoch int64, rank int64, trained bool, sample_id int64      one row a sample, in global order
+        metadata first_step     the first step that it is about, also where that step had no rows
 
 Every rank notes the ids of its batches after the step that trained them (or left them out: trained False). At a
 checkpoint the notes go to rank 0, which writes one segment, all or nothing and durable, before the checkpoint of that
@@ -19,6 +20,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +33,12 @@ from gem_data.interface import Batch
 from gem_data.remote import DataPath
 
 from gem_pipelines.errors import RunError
+from gem_pipelines.rundir import read_records
 from gem_pipelines.runtime import Runtime
 from gem_pipelines.safe_files import sync_directory
 
 _SEGMENT = re.compile(r"step-(\d{8,})\.parquet")
+_FIRST = b"first_step"
 _COLUMNS = ("step", "epoch", "rank", "trained", "sample_id")
 Int64 = npt.NDArray[np.int64]
 
@@ -45,11 +49,13 @@ class Ledger:
     def __init__(self, directory: Path, *, runtime: Runtime, enabled: bool) -> None:
         self.directory, self.runtime, self.enabled = directory, runtime, enabled
         self._notes: list[torch.Tensor] = []
+        self._first: int | None = None  # of the steps noted: one whose rows are all quarantined leaves no row
 
     def note(self, batches: Sequence[Batch], *, step: int, epoch: int, trained: bool) -> None:
         """`batches` are what this rank held of `step`."""
         if not self.enabled:
             return
+        self._first = step if self._first is None else self._first
         ids = torch.cat([batch.sample_ids.cpu() for batch in batches]).long()
         about = torch.tensor([step, epoch, self.runtime.rank, int(trained)]).expand(ids.numel(), 4)
         self._notes.append(torch.cat([about, ids[:, None]], dim=1))
@@ -60,10 +66,11 @@ class Ledger:
             return
         mine = torch.cat(self._notes) if self._notes else torch.zeros(0, len(_COLUMNS), dtype=torch.int64)
         rows = self.runtime.gather_rows(mine).numpy()
-        self._notes = []
+        first = step if self._first is None else self._first
+        self._notes, self._first = [], None
         # Rows of a rank are in the order of steps; a stable sort by step leaves ranks, and rows within them, in order.
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
-        self.runtime.on_main(lambda: _write_segment(self.directory, step, rows))
+        self.runtime.on_main(lambda: _write_segment(self.directory, first, step, rows))
 
     def forget_after(self, step: int) -> None:
         """Remove segments beyond `step`: their samples are trained again; and what a kill left half written. For one
@@ -81,12 +88,14 @@ class LedgerReport:
     """What a ledger says. twice, lost: sample ids that a finished epoch has more than once, or not at all.
 
     complete  epochs that were finished; in the unfinished last one only `twice` can be told
+    pending   sample ids that the unfinished epoch has not, or not yet
     """
 
     steps: int
     trained: int
     skipped: int
     complete: int
+    pending: int
     twice: tuple[int, ...]
     lost: tuple[int, ...]
 
@@ -111,15 +120,43 @@ def read_ledger(directory: Path) -> dict[str, Int64]:
     return {name: whole.column(name).to_numpy().astype(np.int64) for name in _COLUMNS}
 
 
-def verify_ledger(directory: Path, data: DataPath, *, quarantined: frozenset[int] = frozenset()) -> LedgerReport:
+def verify_run(run: Path, data: DataPath, *, drop_last: bool) -> LedgerReport:
+    """`verify_ledger` of a run directory: what its records say was finished and quarantined is taken from there.
+
+    drop_last  data.drop_last of the run: which rows its last batch left out is not known, so the last epoch stays open
+
+    Raises RunError where the ledger does not reach the end of the run.
+    """
+    metrics = run / "metrics.jsonl"
+    records = read_records(metrics) if metrics.is_file() else []
+    ends = [record for record in records if record.get("kind") == "end"]
+    segments = _segments(run / "ledger")
+    if ends and segments and segments[-1][0] < ends[-1]["step"]:
+        raise RunError(
+            f"{run / 'ledger'} ends at step {segments[-1][0]}, the run at step {ends[-1]['step']}: its last part was "
+            "made without --train.ledger True, or segments were removed; what was trained there is not known"
+        )
+    groups = [group for record in records if record.get("kind") == "quarantine" for group in record["groups"]]
+    return verify_ledger(
+        run / "ledger",
+        data,
+        quarantined=_ids_of_groups(data, groups),
+        whole_epochs=ends[-1].get("whole_epochs", 0) if ends and not drop_last else 0,
+    )
+
+
+def verify_ledger(
+    directory: Path, data: DataPath, *, quarantined: frozenset[int] = frozenset(), whole_epochs: int = 0
+) -> LedgerReport:
     """Compare the ledger of a run with the sample ids of its training split, epoch by epoch.
 
     quarantined: ids that a finished epoch may lack. Left-out steps (trained False) count as accounted for.
+    whole_epochs: how many epochs are known to be finished; of others, the last counts as such where it lacks nothing.
 
     Raises RunError where the ledger does not begin with the run.
     """
     ledger = read_ledger(directory)
-    first = int(ledger["step"][:1].sum())  # segments are in the order of steps; 0 where there is no row
+    first = _first_step(_segments(directory)[0][1], ledger)
     if first > 1:
         raise RunError(
             f"{directory} begins at step {first}: --train.ledger True came later, or earlier segments were removed; "
@@ -128,22 +165,25 @@ def verify_ledger(directory: Path, data: DataPath, *, quarantined: frozenset[int
     wanted = _sample_ids(data)
     twice: list[int] = []
     lost: list[int] = []
-    epochs = sorted(set(ledger["epoch"].tolist()))
-    complete = 0
-    for epoch in epochs:
+    epochs = max(whole_epochs, int(ledger["epoch"].max(initial=-1)) + 1)
+    complete = pending = 0
+    for epoch in range(epochs):
         ids, counts = np.unique(ledger["sample_id"][ledger["epoch"] == epoch], return_counts=True)
         twice += ids[counts > 1].tolist()
         twice += np.setdiff1d(ids, wanted).tolist()
         missing = set(np.setdiff1d(wanted, ids).tolist()) - quarantined
-        finished = epoch != epochs[-1] or not missing
+        finished = epoch < max(whole_epochs, epochs - 1) or not missing
         complete += finished
         if finished:
             lost += sorted(missing)
+        else:
+            pending = len(missing)
     return LedgerReport(
         steps=int(ledger["step"].max(initial=0)),
         trained=int(ledger["trained"].sum()),
         skipped=int((ledger["trained"] == 0).sum()),
         complete=complete,
+        pending=pending,
         twice=tuple(twice),
         lost=tuple(lost),
     )
@@ -154,11 +194,30 @@ def _sample_ids(data: DataPath) -> Int64:
     return np.unique(np.concatenate(parts))
 
 
-def _read_ids(path: DataPath) -> Int64:
-    with path.open("rb") as opened, pq.ParquetFile(opened) as parquet:
-        column = parquet.read(columns=["sample_id"]).column(0)
-        lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-        return (pc.list_flatten(column) if lists else column).to_numpy()
+def _first_step(path: Path, ledger: dict[str, Int64]) -> int:
+    """The first step that the first segment is about: noted, or else of its first row; 0 where there is none."""
+    noted = (pq.read_schema(path).metadata or {}).get(_FIRST)
+    return int(ledger["step"][:1].sum()) if noted is None else int(noted)
+
+
+def _ids_of_groups(data: DataPath, groups: Sequence[dict[str, Any]]) -> frozenset[int]:
+    """The sample ids of row groups of "quarantine" records; row_group None: of the whole file."""
+    found: set[int] = set()
+    for group in groups:
+        if group["file"] is not None:
+            found.update(_read_ids(data / group["file"], group["row_group"]).tolist())
+    return frozenset(found)
+
+
+def _read_ids(path: DataPath, row_group: int | None = None) -> Int64:
+    try:
+        with path.open("rb") as opened, pq.ParquetFile(opened) as parquet:
+            groups = range(parquet.num_row_groups) if row_group is None else [row_group]
+            column = parquet.read_row_groups(list(groups), columns=["sample_id"]).column(0)
+    except (pa.ArrowException, OSError) as error:
+        raise RunError(f"{path}: the sample ids, which the ledger is compared with, cannot be read: {error}") from None
+    lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    return (pc.list_flatten(column) if lists else column).to_numpy()
 
 
 def _segments(directory: Path) -> list[tuple[int, Path]]:
@@ -168,7 +227,7 @@ def _segments(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match.group(1)), path) for match, path in matches if match)
 
 
-def _write_segment(directory: Path, step: int, rows: Int64) -> None:
+def _write_segment(directory: Path, first: int, step: int, rows: Int64) -> None:
     if not directory.is_dir():
         directory.mkdir()
         sync_directory(directory.parent)  # or a loss of power takes the directory, and with it all segments
@@ -177,7 +236,8 @@ def _write_segment(directory: Path, step: int, rows: Int64) -> None:
     target = directory / f"step-{step:08d}.parquet"
     temporary = directory / f".{target.name}.{os.getpid()}"
     with open(temporary, "wb") as file:
-        pq.write_table(pa.table(columns), file, compression="zstd", write_page_checksum=True)
+        table = pa.table(columns, metadata={_FIRST: str(first).encode()})
+        pq.write_table(table, file, compression="zstd", write_page_checksum=True)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, target)

@@ -7,7 +7,10 @@ writes.
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -37,7 +40,9 @@ from gem_pipelines.spikes import SpikeWatch
 from gem_pipelines.supervision import Supervision
 from gem_pipelines.timing import PartClock, only_new_garbage
 from gem_pipelines.trainer import Trainer
-from gem_pipelines.windows import ends_epoch, epoch_of, evaluate_next_window, evaluates_window
+from gem_pipelines.windows import ends_epoch, epoch_of, evaluate_next_window, evaluates_window, whole_epochs
+
+_CLOSING_SECONDS = 1.0  # until the error of a job whose loader does not close is told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +124,7 @@ class Job:
         self._write(self._start_record(peak, resumed_from, survey))
         self.display.start(first)
         ended = False
+        told: threading.Timer | None = None
         try:
             if resumed_from is not None and self._misses_evaluation():
                 self._evaluate()
@@ -135,11 +141,17 @@ class Job:
             end = self._end_record(time.perf_counter() - started, resumed_from)
             self._write(end)
             ended = True
+        except BaseException:
+            self.supervision.failing()
+            told = _tell_if_slow(self.runtime.rank, self.trainer.position.step)
+            raise
         finally:
             try:
                 self.loader.close()  # still watched: after an error, a reader that stands still would keep this rank
             finally:
                 self.supervision.close(ended=ended)
+                if told is not None:
+                    told.cancel()
             self.display.stop()
             self.saver.close()
             if self._sinks is not None:
@@ -410,6 +422,7 @@ class Job:
         return {
             "kind": "end",
             "step": self.trainer.position.step,
+            "whole_epochs": whole_epochs(self.loader, self.config, self.trainer.position.step),
             "resumed_from": resumed_from,
             "seconds": seconds,
             "throughput": self.throughput.summary(),
@@ -421,6 +434,18 @@ class Job:
     def _write(self, record: dict[str, Any]) -> None:
         if self._sinks is not None:
             self._sinks.write(record)
+
+
+def _tell_if_slow(rank: int, after_step: int) -> threading.Timer:
+    """Write the present exception where closing down takes longer than a second: the watchdog may end the process
+    before it is told as usual.
+    """
+    what = f"rank {rank}: the run failed after step {after_step}, and its loader is slow to close:"
+    text = f"{what}\n{traceback.format_exc()}"
+    timer = threading.Timer(_CLOSING_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def _figures(record: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from gem_pipelines.config import TrainConfig
 from gem_pipelines.flight import ENDED, FlightRecorder, clear_flights
 from gem_pipelines.restarts import RestartLoopError, note_start
 from gem_pipelines.rundir import RunDirectory
-from gem_pipelines.runtime import Runtime, launcher_process
+from gem_pipelines.runtime import Runtime
 from gem_pipelines.watchdog import Watchdog
 
 
@@ -46,6 +46,11 @@ class Supervision:
     def evaluating(self, loader: Loader, *, step: int) -> Loader:
         """`loader`, of which each batch is a phase of its own, so that a long evaluation is no standstill."""
         return cast(Loader, _Watched(loader, self, step))
+
+    def failing(self) -> None:
+        """The step that this rank is in has failed: its record stays, and the limit counts anew, for what ends it."""
+        if self._watchdog is not None:
+            self._watchdog.count_anew()
 
     def close(self, *, ended: bool) -> None:
         """Watch no longer. ended: the run reached its end, so that this start does not count as a failed one."""
@@ -74,12 +79,14 @@ def supervise(
     first_step: int,
     automatic: bool,
     files: Sequence[str],
+    launcher: int | None,
 ) -> Supervision:
     """Start to watch this rank. A collective.
 
     first_step  where this start begins
     automatic   nobody decided on this start; False forgets earlier failures
     files       names of the data files
+    launcher    process that started this one, as it was when the process began; without it the process ends
 
     Raises RestartLoopError on every rank where earlier automatic starts got nowhere.
     """
@@ -104,7 +111,7 @@ def supervise(
         attempt=number,
         given_s=config.hang_limit_s,
         before_s=config.timeout_s,
-        launcher=launcher_process(),
+        launcher=launcher,
     )
     watchdog.start()
     return Supervision(recorder, watchdog)

@@ -111,6 +111,8 @@ class Watchdog:
         """Begin to watch. Signals are installed here, so this is for the main thread."""
         if self._off:
             return
+        if self._orphaned():
+            self._end_alone()
         self._signal_file = open(self.flights / f"rank-{self.rank:05d}.stacks", "w")  # noqa: SIM115 - closed in stop()
         faulthandler.register(signal.SIGUSR1, file=self._signal_file, all_threads=True, chain=False)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -121,6 +123,14 @@ class Watchdog:
         if self.recorder.phase == STEP:
             self._limit.add((time.monotonic_ns() - self.recorder.since_ns) / 1e9)
         self.recorder.enter(phase, step=step)
+        self._arm()
+
+    def count_anew(self) -> None:
+        """The limit of the phase that this rank is in counts from now."""
+        self.recorder.count_anew()
+        self._arm()
+
+    def _arm(self) -> None:
         if self._thread is not None:
             assert self._signal_file is not None
             # The C thread of faulthandler is for the case that this process's Python threads cannot run at all.
@@ -144,11 +154,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stop.wait(min(0.25, self.limit_s() / 20)):
-            if self._launcher is not None and os.getppid() != self._launcher:
+            if self._orphaned():
                 self._end_alone()
             waited = (time.monotonic_ns() - self.recorder.since_ns) / 1e9
             if waited > self.limit_s() and self.recorder.phase != ENDED:
                 self._end_all(waited)
+
+    def _orphaned(self) -> bool:
+        return self._launcher is not None and os.getppid() != self._launcher
 
     def _end_alone(self) -> None:
         """The launcher is dead: nobody would see how this process ends, and the next start needs its lock."""

@@ -47,6 +47,13 @@ def total_steps(loader: Loader, config: RunConfig) -> int:
     return config.train.steps or held
 
 
+def whole_epochs(loader: Loader, config: RunConfig, step: int) -> int:
+    """Epochs that a run has finished after `step` steps; a stream's one epoch is all of its windows."""
+    accumulate, stream = config.data.accumulate, streaming(loader)
+    batches = (loader.batches_per_epoch,) if stream is None else stream.batches_by_window
+    return step // sum(-(-count // accumulate) for count in batches)
+
+
 def epoch_of(loader: Loader, batch: Batch) -> int:
     """0-based pass over the data that `batch` belongs to."""
     return 0 if streaming(loader) is not None else batch.step // loader.batches_per_epoch

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import time
 
 import pytest
 import torch
+from gem_pipelines import job as job_module
+from gem_pipelines import loop
 from gem_pipelines.cli.launch import exit_code
 from gem_pipelines.flight import CAPACITY, ENDED, FlightRecorder, clear_flights, read_flights
 from gem_pipelines.restarts import earlier_verdict, note_start
-from gem_pipelines.watchdog import StepLimit, last_collectives, process_state
+from gem_pipelines.runtime import start_runtime
+from gem_pipelines.supervision import Supervision
+from gem_pipelines.watchdog import StepLimit, Watchdog, last_collectives, process_state
 
 
 def test_the_limit_of_a_step_follows_what_steps_take():
@@ -125,3 +130,59 @@ def test_the_kernel_says_in_which_state_a_process_is():
 )
 def test_the_exit_code_of_a_launch(first, codes, expected):
     assert exit_code(first, codes) == expected
+
+
+def test_the_limit_counts_anew_for_closing_and_the_error_is_told(make_job, tmp_path, monkeypatch, capfd):
+    """A loader that is slow to close: the step's record stays, its clock does not; the error is on stderr once."""
+    monkeypatch.setattr(loop, "_CLOSING_SECONDS", 0.1)
+    for name, seconds in (("slow", 0.4), ("quick", 0.0)):
+        job = make_job(name)
+        recorder = FlightRecorder(tmp_path / name / "supervision", rank=0, attempt=0)
+        job.supervision = Supervision(
+            recorder, Watchdog(tmp_path / name, recorder, rank=0, attempt=0, given_s=0, before_s=60)
+        )
+        failed, closing = [], []
+
+        def fail(*_, failed=failed, **__):
+            failed.append(time.monotonic_ns())
+            raise OSError("the disk is gone")
+
+        def close(inner=job.loader.close, name=name, closing=closing, seconds=seconds):
+            closing.extend(read_flights(tmp_path / name / "supervision"))
+            time.sleep(seconds)
+            inner()
+
+        monkeypatch.setattr(job.trainer, "step", fail)
+        monkeypatch.setattr(job.loader, "close", close)
+        with pytest.raises(OSError, match="the disk is gone"):
+            job.train(resumed_from=None, survey=None)
+        (flight,) = closing
+        assert flight.since_ns >= failed[0]
+        assert (flight.phase, flight.step, flight.row_count) == ("step", 1, 32)
+        told = capfd.readouterr().err
+        assert told.count("OSError: the disk is gone") == (name == "slow")
+    assert "Traceback" not in told
+
+
+def test_a_launcher_that_dies_while_the_job_is_set_up_is_missed(debug_config, tmp_path, monkeypatch, capfd):
+    """No step is trained under another parent than the one that the process began with."""
+    begun = os.getppid()
+    parents = [begun]
+
+    def start(**options):
+        parents[0] = begun + 1
+        return start_runtime(**options)
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    monkeypatch.setattr(os, "getppid", lambda: parents[0])
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(job_module, "start_runtime", start)
+    request = job_module.Request(config=debug_config(), run_dir=tmp_path / "run", resume=False, command="test")
+    with pytest.raises(SystemExit) as ended:
+        job_module.run(request)
+    assert ended.value.code == 1
+    assert f"the launcher, process {begun}, is gone" in capfd.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -82,6 +82,7 @@ def test_every_window_is_trained_and_predicts_the_next(make_stream, windows, log
     assert figures(job)[-1][:3] == (ends[-1], 0, 320)
     found = verify_ledger(job.directory.path / "ledger", log)
     assert (found.trained, found.twice, found.lost) == (320, (), ())
+    assert records(job, "end")[0]["whole_epochs"] == 1
     assert [r["step"] for r in records(job, "eval")] == [ends[-1]]
 
 
@@ -92,6 +93,7 @@ def test_a_prediction_is_made_by_a_model_that_has_not_seen_the_window(make_strea
     whole, first = make_stream("whole"), make_stream("first", train={"steps": edges(windows)[0]})
     whole.train(resumed_from=None, survey=None)
     first.train(resumed_from=None, survey=None)
+    assert records(first, "end")[0]["whole_epochs"] == 0
     config = LoaderConfig(global_batch_size=7, shuffle=False)
     loader = StreamingLoader(log, seconds=SECONDS, config=config).later(config)
     predictions = evaluate.predict(first.trainer.parallel, loader, schema=first.schema, runtime=first.runtime)

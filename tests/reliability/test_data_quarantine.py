@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from gem_data.api import read_schema, write_dataset
 from gem_data.interface import DataError
 from gem_pipelines.agreement import MissingRowsError
 from gem_pipelines.cli import main
 from gem_pipelines.errors import RunError
 from gem_pipelines.job import build
-from gem_pipelines.ledger import verify_ledger
+from gem_pipelines.ledger import Ledger, verify_ledger
 from gem_pipelines.quarantine import TooMuchDamageError
 from gem_pipelines.rundir import RunDirectory, read_records
 from gem_pipelines.trainer import LossError
@@ -59,7 +61,7 @@ def test_by_default_the_run_stops_and_names_the_place(damaged, tmp_path, runtime
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_quarantined_rows_are_counted_and_listed(damaged, tmp_path, runtime, debug_config, prefetch):
+def test_quarantined_rows_are_counted_and_listed(damaged, tmp_path, runtime, debug_config, capsys, prefetch):
     directory, lost = damaged
     job = job_on(directory, tmp_path, runtime, debug_config, max_quarantined_rows=50, prefetch=prefetch)
     job.train(resumed_from=None, survey=None)
@@ -72,6 +74,8 @@ def test_quarantined_rows_are_counted_and_listed(damaged, tmp_path, runtime, deb
     assert noted["step"] <= 10
     report = verify_ledger(tmp_path / "run" / "ledger", directory, quarantined=frozenset(lost))
     assert (report.trained, report.complete, report.twice, report.lost) == (280, 1, (), ())
+    assert main(["data", "ledger", str(tmp_path / "run")]) == 0
+    assert "1 whole epochs, 280 samples trained, 0 left out, 0 lost, 0 twice" in capsys.readouterr().out
 
 
 def test_above_the_cap_the_run_stops(damaged, tmp_path, runtime, debug_config):
@@ -121,6 +125,48 @@ def test_a_ledger_tells_what_is_lost_and_what_came_twice(make_job, tmp_path, deb
         assert (report.twice, report.lost) == expected
         assert not report.ok
     assert json.loads((debug_data / "schema.json").read_text())["files"][0]["rows"] == 320
+
+
+def test_a_loss_in_the_last_epoch_is_told(make_job, capsys):
+    """Where the run finished it; of an unfinished one, how many are to come."""
+    for steps, said in ((9, "32 of the unfinished epoch not yet trained"), (10, "1 whole epochs")):
+        job = make_job(str(steps), train={"steps": steps, "ledger": True, "report": False, "checkpoint_every": 8})
+        job.train(resumed_from=None, survey=None)
+        assert main(["data", "ledger", str(job.directory.path)]) == 0
+        told = capsys.readouterr().out
+        assert said in told
+        assert "0 lost, 0 twice" in told
+    last = job.directory.path / "ledger" / "step-00000010.parquet"
+    table = pq.read_table(last)
+    gone = table.column("sample_id")[:10].to_pylist()
+    pq.write_table(table.slice(10), last)
+    assert main(["data", "ledger", str(job.directory.path)]) == 1
+    told = capsys.readouterr().out
+    assert "1 whole epochs, 310 samples trained, 0 left out, 10 lost, 0 twice" in told
+    assert f"lost: {', '.join(map(str, sorted(gone)))}" in told
+    last.unlink()
+    assert main(["data", "ledger", str(job.directory.path)]) == 1
+    assert "ends at step 8, the run at step 10" in capsys.readouterr().err
+
+
+def test_a_ledger_may_begin_with_a_step_that_had_no_rows(debug_data, runtime, tmp_path):
+    """All of its first batch was quarantined."""
+    ids = torch.tensor(all_ids(debug_data))
+    for first in (1, 2):
+        ledger = Ledger(tmp_path / str(first), runtime=runtime, enabled=True)
+        for step, held in ((1, ids[:0]), (2, ids)):
+            if step >= first:
+                ledger.note([SimpleNamespace(sample_ids=held)], step=step, epoch=0, trained=True)
+        ledger.commit(2)
+    report = verify_ledger(tmp_path / "1", debug_data)
+    assert (report.complete, report.trained, report.ok) == (1, 320, True)
+    with pytest.raises(RunError, match="begins at step 2"):
+        verify_ledger(tmp_path / "2", debug_data)
+
+
+def all_ids(directory):
+    files = [file.path for file in read_schema(directory).files if file.split == "train"]
+    return [i for path in files for i in pq.read_table(directory / path).column("sample_id").to_pylist()]
 
 
 def test_rows_that_a_skipped_step_lacks_are_counted(damaged, tmp_path, runtime, debug_config, monkeypatch):

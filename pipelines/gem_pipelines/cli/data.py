@@ -115,16 +115,20 @@ def ledger(arguments: Sequence[str]) -> int:
     from gem_data.api import data_path
 
     from gem_pipelines.data_source import cache_directory
-    from gem_pipelines.ledger import verify_ledger
+    from gem_pipelines.ledger import verify_run
     from gem_pipelines.rundir import RunDirectory
 
     config = RunDirectory(run).read_config().data
     source = data_path(config.source)
-    report = verify_ledger(run / "ledger", source if (source / "schema.json").is_file() else cache_directory(config))
+    data = source if (source / "schema.json").is_file() else cache_directory(config)
+    report = verify_run(run, data, drop_last=config.drop_last)
     print(
         f"{run}: {report.steps} steps, {report.complete} whole epochs, {report.trained:,} samples trained, "
         f"{report.skipped:,} left out, {len(report.lost):,} lost, {len(report.twice):,} twice"
     )
+    if report.pending:
+        last = "last epoch not trained (data.drop_last)" if config.drop_last else "unfinished epoch not yet trained"
+        print(f"{report.pending:,} of the {last}")
     for name, ids in (("lost", report.lost), ("twice", report.twice)):
         if ids:
             print(f"{name}: {', '.join(map(str, ids[:20]))}{', ...' if len(ids) > 20 else ''}")
