@@ -1,6 +1,6 @@
 """Measures reading: samples/s and events/s of the loader beside what pyarrow alone needs for the same columns.
 
-    python -m gem_data.throughput DIRECTORY [--split train] [--batch 256] [--shards 1]
+    python -m gem_data.throughput DIRECTORY [--split train] [--batch 256] [--shards 1] [--in-order]
     python -m gem_data.throughput --rows 80000       (a generated data set of MovieLens-100K's shape, up to 200 events)
 
 Pure pyarrow decoding of the same row groups and columns, without hashes or checks, is the bound: nothing that reads
@@ -204,9 +204,11 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--rows", type=int, default=80_000, help="rows to generate")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--in-order", action="store_true", help="as the files are, a row group at a time, not shuffled")
     parser.add_argument("--baselines", action="store_true", help="also torch's DataLoader, rows by rows (slow)")
     arguments = parser.parse_args()
-    config = LoaderConfig(global_batch_size=arguments.batch, logical_shards=arguments.shards, prefetch=0)
+    order = {"shuffle": False, "window_groups": 1} if arguments.in_order else {}
+    config = LoaderConfig(global_batch_size=arguments.batch, logical_shards=arguments.shards, prefetch=0, **order)
     with tempfile.TemporaryDirectory() as parent:
         directory = arguments.directory
         if directory is None:
