@@ -54,3 +54,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("reliability")
         for line in lines:
             terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    """What the jobs of a file are forked from."""
+    from super_jobs import Zygote
+
+    zygote = Zygote()
+    yield zygote
+    zygote.close()

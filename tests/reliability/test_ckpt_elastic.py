@@ -12,7 +12,6 @@ import shutil
 import pytest
 from gem_pipelines.checkpoint_format import list_steps, read_checkpoint, step_directory
 from gem_pipelines.rundir import read_records
-from super_jobs import Zygote
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -37,13 +36,6 @@ TARGETS = {
 }
 FAST = [("tables whole", target) for target in ("1", "2 by rows", "3", "8 by rows, cut")]
 FAST += [("tables by rows", "3"), ("cut and sliced", "2")]
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
 
 
 @pytest.fixture(scope="module")

@@ -17,19 +17,12 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from super_jobs import Zygote, digests, losses
+from super_jobs import digests, losses
 from test_super_kill import arguments
 
 WORLD, STEPS = 2, 60
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
 
 
 @pytest.fixture(scope="module")

@@ -18,20 +18,13 @@ import pytest
 from gem_pipelines.flight import read_flights
 from gem_pipelines.rundir import read_records
 from gem_pipelines.watchdog import process_state
-from super_jobs import Zygote, digests, losses
+from super_jobs import digests, losses
 from test_super_kill import arguments
 
 WORLD, STEPS = 2, 40
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
 
 
 @pytest.fixture(scope="module")

@@ -13,18 +13,11 @@ import time
 import pyarrow.parquet as pq
 import pytest
 from gem_pipelines.flight import read_flights
-from super_jobs import Zygote, digests, losses
+from super_jobs import digests, losses
 
 WORLD, STEPS, LIMIT_S = 2, 24, 3.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
 
 
 def arguments(run, data):

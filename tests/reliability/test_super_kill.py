@@ -12,17 +12,10 @@ import time
 
 import pytest
 from gem_pipelines import failpoints
-from super_jobs import Zygote, digests, losses
+from super_jobs import digests, losses
 
 WORLD, STEPS = 2, 60
 RANK_LIMIT_S = 30.0  # how long the others may live on after a rank died
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
 
 
 def arguments(run, data, steps, *, beside):
