@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 SCRATCH = BENCHMARKS / "env" / "gate"
+LAUNCH = ("--launch-method", "forkserver")
+"""Benchmarks are forked from a process that has loaded what they all need (suites/__init__.py): seconds each, often."""
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
 
 
@@ -118,7 +120,8 @@ def continuous(workplace: Workplace, base: str, head: str, *, cases: str, rounds
     options = ["--attribute", f"rounds={rounds}"] if rounds else []
     asv(
         workplace,
-        *("continuous", "--interleave-rounds", "--record-samples", "--show-stderr", "--machine", write_machine()),
+        *("continuous", *LAUNCH, "--interleave-rounds", "--record-samples", "--show-stderr"),
+        *("--machine", write_machine()),
         *("--bench", f"^({cases})\\.time_cpu$", *options, base, head),
         allowed=(0, 1, 2),
         GEMLINE_BASE=str(checkout),

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gate_asv import (
+    LAUNCH,
     RESULTS,
     ROOT,
     SCRATCH,
@@ -129,7 +130,8 @@ def record_times(cases: str = ".*") -> list[Path]:
     for path in result_files(workplace.results):
         path.unlink()
     machine = write_machine()
-    asv(workplace, "run", "--show-stderr", "--machine", machine, "--bench", f"^({cases})\\.", "HEAD^!", allowed=(0, 2))
+    options = ("--show-stderr", "--machine", machine, "--bench", f"^({cases})\\.")
+    asv(workplace, "run", *LAUNCH, *options, "HEAD^!", allowed=(0, 2))
     failures = [f"{path.name}: {name}" for path in result_files(workplace.results) for name in failed_in(path)]
     if failures:
         raise GateError("not recorded, these failed: " + ", ".join(failures))

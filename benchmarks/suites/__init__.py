@@ -8,6 +8,8 @@ made and checked once a process, counters of all cases taken once a commit.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import sys
@@ -22,6 +24,12 @@ from companion import CannotPrepareError, Companion, PairedClock, package_folder
 from timing import YardstickClock, keep_memory
 
 from suites.counters import take_counters
+
+# asv imports this once and forks a process per benchmark (`--launch-method forkserver`), which forks one more for the
+# base: what both need of other projects is loaded here, where it costs once. Nothing of ours: see companion.py.
+for _name in ("torch", "torchrec"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_name)
 
 ROUNDS = 4
 COUNTERS = Path(__file__).resolve().parents[1] / "results" / "counters.json"
