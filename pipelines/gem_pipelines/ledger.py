@@ -31,7 +31,9 @@ import torch
 from gem_data.api import read_schema
 from gem_data.interface import Batch
 from gem_data.remote import DataPath
+from gem_data.streaming import time_windows
 
+from gem_pipelines.config import DataConfig
 from gem_pipelines.errors import RunError
 from gem_pipelines.rundir import read_records
 from gem_pipelines.runtime import Runtime
@@ -89,6 +91,7 @@ class LedgerReport:
 
     complete  epochs that were finished; in the unfinished last one only `twice` can be told
     pending   sample ids that the unfinished epoch has not, or not yet
+    dropped   sample ids that finished epochs left out because of data.drop_last, all epochs together
     """
 
     steps: int
@@ -96,6 +99,7 @@ class LedgerReport:
     skipped: int
     complete: int
     pending: int
+    dropped: int
     twice: tuple[int, ...]
     lost: tuple[int, ...]
 
@@ -120,10 +124,10 @@ def read_ledger(directory: Path) -> dict[str, Int64]:
     return {name: whole.column(name).to_numpy().astype(np.int64) for name in _COLUMNS}
 
 
-def verify_run(run: Path, data: DataPath, *, drop_last: bool) -> LedgerReport:
+def verify_run(run: Path, data: DataPath, config: DataConfig) -> LedgerReport:
     """`verify_ledger` of a run directory: what its records say was finished and quarantined is taken from there.
 
-    drop_last  data.drop_last of the run: which rows its last batch left out is not known, so the last epoch stays open
+    config  the run's
 
     Raises RunError where the ledger does not reach the end of the run.
     """
@@ -141,17 +145,25 @@ def verify_run(run: Path, data: DataPath, *, drop_last: bool) -> LedgerReport:
         run / "ledger",
         data,
         quarantined=_ids_of_groups(data, groups),
-        whole_epochs=ends[-1].get("whole_epochs", 0) if ends and not drop_last else 0,
+        whole_epochs=ends[-1].get("whole_epochs", 0) if ends else 0,
+        dropped_rows=_dropped_rows(data, config) if config.drop_last else 0,
     )
 
 
 def verify_ledger(
-    directory: Path, data: DataPath, *, quarantined: frozenset[int] = frozenset(), whole_epochs: int = 0
+    directory: Path,
+    data: DataPath,
+    *,
+    quarantined: frozenset[int] = frozenset(),
+    whole_epochs: int = 0,
+    dropped_rows: int = 0,
 ) -> LedgerReport:
     """Compare the ledger of a run with the sample ids of its training split, epoch by epoch.
 
     quarantined: ids that a finished epoch may lack. Left-out steps (trained False) count as accounted for.
     whole_epochs: how many epochs are known to be finished; of others, the last counts as such where it lacks nothing.
+    dropped_rows: how many rows (a request is one, with all of its ids) every epoch leaves out. Which, is not known: an
+    epoch that lacks so many or fewer, each whole, has lost none; of one that lacks more, all are named.
 
     Raises RunError where the ledger does not begin with the run.
     """
@@ -162,36 +174,65 @@ def verify_ledger(
             f"{directory} begins at step {first}: --train.ledger True came later, or earlier segments were removed; "
             "what was trained before is not known"
         )
-    wanted = _sample_ids(data)
+    wanted, rows = _sample_ids(data)
     twice: list[int] = []
     lost: list[int] = []
     epochs = max(whole_epochs, int(ledger["epoch"].max(initial=-1)) + 1)
-    complete = pending = 0
+    complete = pending = dropped = 0
     for epoch in range(epochs):
         ids, counts = np.unique(ledger["sample_id"][ledger["epoch"] == epoch], return_counts=True)
         twice += ids[counts > 1].tolist()
         twice += np.setdiff1d(ids, wanted).tolist()
-        missing = set(np.setdiff1d(wanted, ids).tolist()) - quarantined
-        finished = epoch < max(whole_epochs, epochs - 1) or not missing
+        absent = ~np.isin(wanted, ids) & ~np.isin(wanted, list(quarantined))
+        missing = wanted[absent].tolist()
+        meant = _are_few_and_whole(rows, absent, dropped_rows)
+        finished = epoch < max(whole_epochs, epochs - 1) or meant
         complete += finished
-        if finished:
-            lost += sorted(missing)
-        else:
+        if not finished:
             pending = len(missing)
+        elif meant:
+            dropped += len(missing)
+        else:
+            lost += missing
     return LedgerReport(
         steps=int(ledger["step"].max(initial=0)),
         trained=int(ledger["trained"].sum()),
         skipped=int((ledger["trained"] == 0).sum()),
         complete=complete,
         pending=pending,
+        dropped=dropped,
         twice=tuple(twice),
         lost=tuple(lost),
     )
 
 
-def _sample_ids(data: DataPath) -> Int64:
-    parts = [_read_ids(data / file.path) for file in read_schema(data).files if file.split == "train"]
-    return np.unique(np.concatenate(parts))
+def _dropped_rows(data: DataPath, config: DataConfig) -> int:
+    """Rows behind the last whole batch, of the split or of every window of time."""
+    size = config.global_batch_size
+    if config.stream_seconds is None:
+        return sum(file.rows for file in read_schema(data).files if file.split == "train") % size
+    return sum(window.rows % size for window in time_windows(data, split="train", seconds=config.stream_seconds))
+
+
+def _are_few_and_whole(rows: Int64, absent: npt.NDArray[np.bool_], most: int) -> bool:
+    """Whether the samples marked are at most `most` rows, and of none of these rows a part only. rows: of each."""
+    of_absent = np.unique(rows[absent])
+    return len(of_absent) <= most and int(np.isin(rows, of_absent).sum()) == int(absent.sum())
+
+
+def _sample_ids(data: DataPath) -> tuple[Int64, Int64]:
+    """(ids in ascending order, the number of the row that each is in) of the training split."""
+    ids: list[Int64] = []
+    rows: list[Int64] = []
+    before = 0
+    for file in read_schema(data).files:
+        if file.split == "train":
+            found, inside = _read_ids(data / file.path)
+            ids.append(found)
+            rows.append(inside + before)
+            before += file.rows
+    whole, first = np.unique(np.concatenate(ids), return_index=True)
+    return whole, np.concatenate(rows)[first]
 
 
 def _first_step(path: Path, ledger: dict[str, Int64]) -> int:
@@ -205,19 +246,21 @@ def _ids_of_groups(data: DataPath, groups: Sequence[dict[str, Any]]) -> frozense
     found: set[int] = set()
     for group in groups:
         if group["file"] is not None:
-            found.update(_read_ids(data / group["file"], group["row_group"]).tolist())
+            found.update(_read_ids(data / group["file"], group["row_group"])[0].tolist())
     return frozenset(found)
 
 
-def _read_ids(path: DataPath, row_group: int | None = None) -> Int64:
+def _read_ids(path: DataPath, row_group: int | None = None) -> tuple[Int64, Int64]:
+    """(sample ids, the row of each), of one row group or all."""
     try:
         with path.open("rb") as opened, pq.ParquetFile(opened) as parquet:
             groups = range(parquet.num_row_groups) if row_group is None else [row_group]
             column = parquet.read_row_groups(list(groups), columns=["sample_id"]).column(0)
     except (pa.ArrowException, OSError) as error:
         raise RunError(f"{path}: the sample ids, which the ledger is compared with, cannot be read: {error}") from None
-    lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    return (pc.list_flatten(column) if lists else column).to_numpy()
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return pc.list_flatten(column).to_numpy(), pc.list_parent_indices(column).to_numpy()
+    return column.to_numpy(), np.arange(len(column))
 
 
 def _segments(directory: Path) -> list[tuple[int, Path]]:

@@ -46,8 +46,14 @@ def mesh_spec(config: ParallelConfig, world_size: int) -> MeshSpec:
 
 
 def make_meshes(config: ParallelConfig, runtime: Runtime) -> Meshes | None:
-    """Groups of this run, tried; None where the world is all that is needed. A collective."""
+    """Groups of this run, tried; None where the world is all that is needed. A collective.
+
+    Groups of a part of the ranks have the run's limit too, which torch does not hand on to new groups.
+    """
     spec = mesh_spec(config, runtime.world_size)
     if spec.expert * spec.shard * spec.table_replica == 1:
         return None
-    return build_meshes(layout(spec, FLAT), device=runtime.device)
+    placed = layout(spec, FLAT)
+    parts = [axis for axis, groups in placed.groups.items() if len(groups) > 1]
+    limits = {} if runtime.timeout is None else dict.fromkeys(parts, runtime.timeout)
+    return build_meshes(placed, device=runtime.device, timeouts=limits)

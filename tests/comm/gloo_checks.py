@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -73,6 +74,18 @@ def meshes(rank: int, world_size: int) -> None:
             assert mesh.get_group(last).size() == len(placed.group_of(rank, last))
             if spec.replicate > 1:
                 assert mesh.get_coordinate()[0] == here["replicate"]
+
+
+def limits(rank: int, world_size: int) -> None:
+    """A collective that others do not join ends after its axis's limit."""
+    placed = layout(SPECS[world_size][1], TWO_BY_TWO)
+    built = build_meshes(placed, device="cpu", timeouts={"shard": timedelta(seconds=2)})
+    begin = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            dist.all_reduce(torch.ones(1), group=built.process_groups["shard"])
+        assert 1.5 < time.monotonic() - begin < 20
+    dist.barrier()
 
 
 def conformance(rank: int, world_size: int) -> None:

@@ -43,3 +43,8 @@ def test_two_ranks():
 @pytest.mark.distributed
 def test_four_ranks_on_two_hosts():
     run_world(4, *ALL)
+
+
+@pytest.mark.distributed
+def test_a_limit_of_an_axis_ends_what_waits():
+    run_world(4, "limits")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gem_comm.reference import run_ranks, thread_groups
+from gem_pipelines import parallel_mesh
 from gem_pipelines.config import ParallelConfig, RunConfig
 from gem_pipelines.errors import ConfigError
 from gem_pipelines.model.config import InteractionConfig
@@ -22,6 +23,7 @@ from gem_pipelines.parallel_experts import ExpertGroup, ExpertParts, ExpertSum, 
 from gem_pipelines.parallel_mesh import mesh_spec
 from gem_pipelines.parallelize import _table_group
 from gem_pipelines.recipes import find_recipe
+from gem_pipelines.runtime import Runtime
 from torch import nn
 
 TOKENS, DIM = 7, 6
@@ -159,3 +161,16 @@ def test_every_parameter_has_a_gradient_on_every_batch(kind, clicks, views):
     model(make_inputs(clicks, views)).sum().backward()
     without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert without == []
+
+
+def test_groups_of_a_part_of_the_ranks_have_the_runs_time_limit(monkeypatch):
+    """Axes over all ranks use the default group, which has it already."""
+    given = {}
+    monkeypatch.setattr(parallel_mesh, "build_meshes", lambda placed, **options: given.update(options))
+    limit = timedelta(seconds=7)
+    runtime = Runtime(rank=0, world_size=4, device=torch.device("cpu"), timeout=limit)
+    parallel_mesh.make_meshes(ParallelConfig(shard=2, table_replica=2), runtime)
+    axes = ("expert", "shard", "replicate", "shard_expert", "table_shard", "table_replica")
+    assert given["timeouts"] == dict.fromkeys(axes, limit)
+    parallel_mesh.make_meshes(ParallelConfig(shard=4), runtime)
+    assert "shard" not in given["timeouts"]

@@ -162,7 +162,7 @@ def test_lists_with_long_offsets_are_counted_as_lists(requests, tmp_path) -> Non
                 for f in table.schema
             ]
             pq.write_table(table.cast(pa.schema(kinds)) if name == "large" else table, data / file.path)
-        ids = _sample_ids(data)
+        ids, _ = _sample_ids(data)
         floor = _read_split(data, schema, "train", "click")
         found.append((ids.tolist(), floor.num_rows, floor.column("label.click").to_pylist()))
     assert pa.types.is_large_list(pq.read_schema(data / schema.files[0].path).field("sample_id").type)

@@ -13,7 +13,7 @@ from gem_data.streaming import StreamingLoader, time_windows
 from gem_pipelines.balance import BalancedLoader
 from gem_pipelines.errors import ConfigError
 from gem_pipelines.job import build
-from gem_pipelines.ledger import verify_ledger
+from gem_pipelines.ledger import verify_ledger, verify_run
 from gem_pipelines.rundir import RunDirectory, read_records
 from gem_pipelines.windows import ends_epoch, evaluates_window, streaming
 
@@ -84,6 +84,16 @@ def test_every_window_is_trained_and_predicts_the_next(make_stream, windows, log
     assert (found.trained, found.twice, found.lost) == (320, (), ())
     assert records(job, "end")[0]["whole_epochs"] == 1
     assert [r["step"] for r in records(job, "eval")] == [ends[-1]]
+
+
+def test_rows_that_every_window_drops_are_not_lost(make_stream, windows, log):
+    job = make_stream("run", data={"drop_last": True}, train={"ledger": True})
+    job.train(resumed_from=None, survey=None)
+    dropped = sum(window.rows % 32 for window in windows)
+    found = verify_run(job.directory.path, log, job.trainer.config.data)
+    assert (found.ok, found.complete, found.pending) == (True, 1, 0)
+    assert (found.dropped, found.trained) == (dropped, 320 - dropped)
+    assert dropped
 
 
 def test_a_prediction_is_made_by_a_model_that_has_not_seen_the_window(make_stream, windows, log):

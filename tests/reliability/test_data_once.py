@@ -7,6 +7,7 @@ data set, each id once an epoch; and for the loaders in the order of a run that 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -16,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from gem_data.api import build_loader, write_dataset
 from gem_data.interface import LoaderConfig
 from gem_data.testing import tiny_schema, tiny_table
 from gem_pipelines.checkpoint_format import list_steps
+from gem_pipelines.config import DataConfig
 from gem_pipelines.flight import read_flights
-from gem_pipelines.ledger import Ledger, read_ledger, verify_ledger
+from gem_pipelines.ledger import Ledger, read_ledger, verify_ledger, verify_run
 from super_jobs import Zygote
 
 EPOCHS = 2
@@ -184,6 +187,21 @@ def test_the_procedure_sees_a_loader_that_forgets(data, tmp_path, monkeypatch):
         job.run(total=20, save_every=2, kill_at=(7, "read"))
     Job(tmp_path, data, config, 1).run(total=25, save_every=2, kill_at=None)
     assert verify_ledger(tmp_path / "ledger", data).lost
+
+
+def test_rows_that_drop_last_leaves_out_are_not_lost_but_any_more_are(data, tmp_path):
+    """150 rows in batches of 16: 6 are left out of each epoch; a ledger of two epochs is sound, with 7 it is not."""
+    job = Job(tmp_path, data, LoaderConfig(global_batch_size=16, prefetch=0, drop_last=True), 1)
+    job.run(total=18, save_every=9, kill_at=None)
+    config = DataConfig(source=str(data), global_batch_size=16, drop_last=True)
+    report = verify_run(tmp_path, data, config)
+    assert (report.ok, report.complete, report.pending, report.dropped) == (True, 2, 0, 12)
+    assert len(verify_run(tmp_path, data, dataclasses.replace(config, drop_last=False)).lost) == 6
+    segment = tmp_path / "ledger" / "step-00000009.parquet"
+    table = pq.read_table(segment)
+    pq.write_table(table.slice(0, 100), segment)
+    report = verify_run(tmp_path, data, config)
+    assert (len(report.lost), report.complete, report.dropped) == (50, 2, 6)
 
 
 def ahead(loader: Any) -> dict[str, Any]:

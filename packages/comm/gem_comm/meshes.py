@@ -36,7 +36,9 @@ def build_meshes(
     """Make and try the groups of `layout`. A collective: every rank of the default group calls it alike.
 
     device    where this rank computes; the smoke collective runs there, and the meshes get its type
-    timeouts  axis -> how long a collective over it may take; others have the default group's limit
+    timeouts  axis -> how long a collective over it may take. Axes without one: where one group has all ranks, that is
+              the default group with its limit; groups of a part have torch's limit for the backend, since torch
+              does not hand the default group's on
 
     Raises CommError when the world size differs from the layout's, or naming the group whose smoke collective failed.
     """
@@ -50,7 +52,7 @@ def build_meshes(
     device = torch.device(device)
     groups = _make_groups(layout, rank, timeouts)
     for axis in AXES:
-        smoke(groups[axis], axis=axis, device=device, limit=timeouts.get(axis, smoke_limit))
+        smoke(groups[axis], axis=axis, device=device, limit=min(smoke_limit, timeouts.get(axis, smoke_limit)))
     spec = layout.spec
     tables = torch.arange(world_size).view(spec.table_shard, spec.table_replica).t() if spec.fully_sharded else None
     if tables is None:

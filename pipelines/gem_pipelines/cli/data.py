@@ -121,14 +121,15 @@ def ledger(arguments: Sequence[str]) -> int:
     config = RunDirectory(run).read_config().data
     source = data_path(config.source)
     data = source if (source / "schema.json").is_file() else cache_directory(config)
-    report = verify_run(run, data, drop_last=config.drop_last)
+    report = verify_run(run, data, config)
     print(
         f"{run}: {report.steps} steps, {report.complete} whole epochs, {report.trained:,} samples trained, "
         f"{report.skipped:,} left out, {len(report.lost):,} lost, {len(report.twice):,} twice"
     )
+    if report.dropped:
+        print(f"{report.dropped:,} left out at the ends of epochs, as data.drop_last asks")
     if report.pending:
-        last = "last epoch not trained (data.drop_last)" if config.drop_last else "unfinished epoch not yet trained"
-        print(f"{report.pending:,} of the {last}")
+        print(f"{report.pending:,} of the unfinished epoch not yet trained")
     for name, ids in (("lost", report.lost), ("twice", report.twice)):
         if ids:
             print(f"{name}: {', '.join(map(str, ids[:20]))}{', ...' if len(ids) > 20 else ''}")
