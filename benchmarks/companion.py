@@ -8,7 +8,10 @@ call stands between two calls of the base's version, milliseconds away on the sa
 their mean. On that machine, 240 such pairs of equal code agreed within 1 %.
 
 The process is forked before any package of the project is imported (torch is loaded already, so it starts at once) and
-reads the packages from a folder with the base's files.
+reads the packages from a folder with the base's files; so does every interpreter that it starts, by PYTHONPATH.
+
+Its answers are a status byte and a time, or a status byte and a traceback: a base that fails in its hundredth call is
+an error with its own message, never a number.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 from timing import cpu_clock
 
 READY, FAILED = b"+", b"-"
+TIME = struct.Struct("d")
 
 
 class CannotPrepareError(RuntimeError):
@@ -39,7 +43,7 @@ class Companion:
     """`companion()` lets the other process make one call and returns its CPU seconds.
 
     prepare  what the process does first, returning the call; it runs with `folders` ahead on sys.path
-    Raises CannotPrepareError when `prepare` raises.
+    Raises CannotPrepareError when `prepare` raises; a call raises RuntimeError, with its traceback, when it failed.
     """
 
     def __init__(self, prepare: Callable[[], Callable[[], object]], folders: list[str]) -> None:
@@ -54,17 +58,25 @@ class Companion:
             serve(prepare, folders, asks, answers)
         os.close(asks)
         os.close(answers)
-        first = os.read(self._answer, 1)
-        if first != READY:
-            message = b"".join(iter(lambda: os.read(self._answer, 65536), b""))
-            raise CannotPrepareError(message.decode() or "the base's process died")
+        if os.read(self._answer, 1) != READY:
+            raise CannotPrepareError(self._rest() or "the base's process died")
 
     def __call__(self) -> float:
-        os.write(self._ask, b"r")
-        answer = os.read(self._answer, 8)
-        if len(answer) != 8:
+        try:
+            os.write(self._ask, b"r")
+        except BrokenPipeError:
+            raise RuntimeError("the base's process is dead") from None
+        status = os.read(self._answer, 1)
+        if status == FAILED:
+            raise RuntimeError(f"the base failed in a call:\n{self._rest().strip()}")
+        answer = os.read(self._answer, TIME.size)  # written with its status at once, so it is here
+        if status != READY or len(answer) != TIME.size:
             raise RuntimeError("the base's process died in a call")
-        return float(struct.unpack("d", answer)[0])
+        return float(TIME.unpack(answer)[0])
+
+    def _rest(self) -> str:
+        """All that the other process still says before it ends."""
+        return b"".join(iter(lambda: os.read(self._answer, 65536), b"")).decode(errors="replace")
 
     def close(self) -> None:
         """Let the other process end."""
@@ -76,12 +88,14 @@ def serve(prepare: Callable[[], Callable[[], object]], folders: list[str], asks:
     """The other process: prepare, then a call for every byte read; never returns."""
     try:
         sys.path[:0] = folders
+        inherited = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([inherited] if inherited else [])])
         call = prepare()
         os.write(answers, READY)
         while os.read(asks, 1):
             start = cpu_clock()
             call()
-            os.write(answers, struct.pack("d", cpu_clock() - start))
+            os.write(answers, READY + TIME.pack(cpu_clock() - start))
     except BaseException:
         os.write(answers, FAILED + traceback.format_exc()[-3000:].encode())
     finally:

@@ -55,6 +55,68 @@ def test_the_other_process_runs_the_other_code(tmp_path):
     assert 1.7 < float(run_fresh(code, tmp_path)) < 2.3
 
 
+def test_an_interpreter_that_the_call_starts_has_the_other_code(tmp_path):
+    """As the imports cases do: what a call of the base starts must find the base's packages, not the head's."""
+    for version in ("base", "head"):
+        folder = tmp_path / version / "packages" / "x"
+        folder.mkdir(parents=True)
+        (folder / "gem_x.py").write_text(f"VERSION = {version!r}")
+    code = """
+        import os, subprocess, sys
+        from pathlib import Path
+        from companion import Companion, package_folders
+        root = Path(os.environ["BASE"])
+        os.environ["PYTHONPATH"] = os.pathsep.join([*package_folders(root / "head"), os.environ["PYTHONPATH"]])
+        def prepare():
+            child = f"import companion, gem_x; open({str(root / 'seen')!r}, 'a').write(gem_x.VERSION)"
+            return lambda: subprocess.run([sys.executable, "-c", child], check=True)
+        companion, call = Companion(prepare, package_folders(root / "base")), prepare()
+        companion()
+        call()
+        print((root / "seen").read_text())
+    """
+    assert run_fresh(code, tmp_path).strip() == "basehead"
+
+
+def test_a_base_that_fails_in_its_third_call_is_told(tmp_path):
+    """Neither read as a time, nor lost: the message comes with the call that failed, and later calls are refused."""
+    code = """
+        from companion import Companion
+        def prepare():
+            calls = []
+            def call():
+                calls.append(1)
+                if len(calls) == 3:
+                    raise ValueError("third call")
+            return call
+        companion = Companion(prepare, [])
+        for _ in range(4):
+            try:
+                print(0 <= companion() < 1)
+            except RuntimeError as error:
+                print(type(error).__name__, str(error).splitlines()[0], str(error).splitlines()[-1], sep="|")
+    """
+    assert run_fresh(code, tmp_path).splitlines() == [
+        "True",
+        "True",
+        "RuntimeError|the base failed in a call:|ValueError: third call",
+        "RuntimeError|the base's process is dead|the base's process is dead",
+    ]
+
+
+def test_a_base_that_is_killed_in_a_call_is_told(tmp_path):
+    code = """
+        import os
+        from companion import Companion
+        companion = Companion(lambda: lambda: os.kill(os.getpid(), 9), [])
+        try:
+            companion()
+        except RuntimeError as error:
+            print(error)
+    """
+    assert run_fresh(code, tmp_path).strip() == "the base's process died in a call"
+
+
 def test_what_the_base_cannot_run_is_told(tmp_path):
     code = """
         from companion import CannotPrepareError, Companion
