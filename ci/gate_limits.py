@@ -58,30 +58,48 @@ def read_limits(path: Path) -> Limits:
     )
 
 
-def ratio_from_noise(ratios: Sequence[float]) -> tuple[float, str]:
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """Ratios that comparisons of equal code gave, of one case.
+
+    seen     of the comparisons made
+    drawn    of further ones, put together from the same rounds (gate_times.put_together): they show the spread of what
+             was measured in those rounds, and nothing of what other rounds would have given
+    rounds   how many rounds those were, both sides together
+    """
+
+    seen: Sequence[float]
+    drawn: Sequence[float] = ()
+    rounds: int = 0
+
+    def __str__(self) -> str:
+        made = f"{len(self.seen)} comparison{'s' if len(self.seen) > 1 else ''} of equal code"
+        return made + (f", {len(self.drawn)} more put together from {self.rounds} rounds" if self.drawn else "")
+
+
+def ratio_from_noise(noise: Noise) -> tuple[float, str]:
     """(limit, reason) from the ratios that comparisons of equal code gave.
 
     The limit is 1 + the larger of SPREADS standard deviations of log(ratio) around 0 and 1.25 times the largest
     departure seen, and never below SMALLEST_TIME_RATIO. Five deviations: a gate of 30 cases run 20 times makes 600
     comparisons, and noise of a shared machine has longer tails than the normal law.
 
-    >>> ratio_from_noise([1.0, 1.01, 0.99, 1.005])[0]
-    1.038
+    >>> ratio_from_noise(Noise(seen=[1.0, 1.01, 0.99, 1.005]))
+    (1.038, '4 comparisons of equal code: deviation 0.75%, largest 1.01%')
     """
-    logs = [math.log(ratio) for ratio in ratios]
+    logs = [math.log(ratio) for ratio in (*noise.seen, *noise.drawn)]
     deviation = math.sqrt(statistics.fmean(log * log for log in logs))
     largest = max(abs(log) for log in logs)
     limit = max(math.exp(max(SPREADS * deviation, 1.25 * largest)), SMALLEST_TIME_RATIO)
     limit = math.ceil(limit * 1000) / 1000
-    reason = f"{len(ratios)} comparisons of equal code: deviation {deviation:.2%}, largest {math.expm1(largest):.2%}"
-    return limit, reason
+    return limit, f"{noise}: deviation {deviation:.2%}, largest {math.expm1(largest):.2%}"
 
 
-def write_times(path: Path, noise: Mapping[str, Sequence[float]]) -> None:
+def write_times(path: Path, noise: Mapping[str, Noise]) -> None:
     """Replace the entries of these cases in the measured part of the file; other cases keep theirs."""
     text = path.read_text()
     entries = {case: (entry["ratio"], entry["reason"]) for case, entry in tomllib.loads(text).get("times", {}).items()}
-    entries |= {case: ratio_from_noise(ratios) for case, ratios in noise.items()}
+    entries |= {case: ratio_from_noise(measured) for case, measured in noise.items()}
     lines = [text.partition(MARK)[0].rstrip(), "", MARK, ""]
     for case, (limit, reason) in sorted(entries.items()):
         lines += [f'[times."{case}"]', f"ratio = {limit}", f'reason = "{reason}"', ""]

@@ -30,6 +30,7 @@ from gate_asv import (
     samples_of,
     write_machine,
 )
+from gate_limits import Noise
 
 Samples = dict[str, list[float]]
 
@@ -70,7 +71,7 @@ def estimates(samples: Samples) -> dict[str, float]:
     return {case: statistics.median(values) for case, values in samples.items()}
 
 
-def measure_noise(*, cases: str, runs: int, rounds: int) -> dict[str, list[float]]:
+def measure_noise(*, cases: str, runs: int, rounds: int) -> dict[str, Noise]:
     """Case -> ratios that comparisons of equal commits give.
 
     HEAD is compared `runs` times with an empty commit on top of it. What asv measured in one round, in one process, is
@@ -88,7 +89,10 @@ def measure_noise(*, cases: str, runs: int, rounds: int) -> dict[str, list[float
                 seen.setdefault(case, []).append(statistics.median(head[case]) / statistics.median(base[case]))
                 for side in (base, head):
                     blocks.setdefault(case, []).extend(cut(side[case], rounds))
-    return {case: ratios + put_together(blocks[case], rounds) for case, ratios in seen.items()}
+    return {
+        case: Noise(seen=ratios, drawn=put_together(blocks[case], rounds), rounds=len(blocks[case]))
+        for case, ratios in seen.items()
+    }
 
 
 def cut(samples: Sequence[float], count: int) -> list[Sequence[float]]:

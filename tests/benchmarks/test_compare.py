@@ -7,7 +7,7 @@ import math
 import pytest
 from gate_asv import GateError
 from gate_compare import compare, failed, judge, summary, table
-from gate_limits import MARK, SMALLEST_TIME_RATIO, ratio_from_noise, read_limits, write_times
+from gate_limits import MARK, SMALLEST_TIME_RATIO, Noise, ratio_from_noise, read_limits, write_times
 from gate_times import cut, put_together
 
 
@@ -66,11 +66,11 @@ def test_limits_file(tmp_path):
         + MARK
         + '\n\n[times."a.d"]\nratio = 1.11\nreason = "before"\n'
     )
-    write_times(path, {"a.b": [1.0, 1.01, 0.99], "a.c": [1.2, 0.9]})
+    write_times(path, {"a.b": Noise(seen=[1.0, 1.01, 0.99]), "a.c": Noise(seen=[1.2, 0.9])})
     limits = read_limits(path)
     assert limits.of_counter("a.b/ops") == 1.1
     assert limits.of_counter("a.b/bytes") == 1.02
-    assert limits.of_time("a.b") == pytest.approx(ratio_from_noise([1.0, 1.01, 0.99])[0])
+    assert limits.of_time("a.b") == pytest.approx(ratio_from_noise(Noise(seen=[1.0, 1.01, 0.99]))[0])
     assert limits.of_time("a.c") > 1.2 * 1.2
     assert limits.of_time("a.d") == 1.11  # kept
     assert limits.of_time("a.e") == 1.3
@@ -95,9 +95,14 @@ def test_a_limit_needs_a_reason(tmp_path):
 
 
 def test_noise_decides_the_ratio():
-    quiet, _ = ratio_from_noise([1.0, 1.001, 0.999])
-    loud, reason = ratio_from_noise([1.0, 1.04, 0.95])
+    quiet, _ = ratio_from_noise(Noise(seen=[1.0, 1.001, 0.999]))
+    loud, reason = ratio_from_noise(Noise(seen=[1.0, 1.04, 0.95]))
     assert quiet == SMALLEST_TIME_RATIO
     assert loud > 1 / 0.95
     assert loud > math.exp(5 * math.sqrt((math.log(1.04) ** 2 + math.log(0.95) ** 2) / 3)) - 1e-9
     assert "3 comparisons" in reason
+
+
+def test_the_reason_does_not_count_what_was_put_together_as_measured():
+    _, reason = ratio_from_noise(Noise(seen=[1.01], drawn=[1.0] * 200, rounds=8))
+    assert reason.startswith("1 comparison of equal code, 200 more put together from 8 rounds: deviation 0.07%")
