@@ -31,10 +31,12 @@ def machine_name(gpu: str) -> str:
 
 
 def machine_of(tree: dict[str, Any]) -> dict[str, str]:
-    """asv's description of the host, the GPU in it; a file from a host without a GPU is refused."""
+    """asv's description of the host, the GPU in it; a file from a host without a GPU, or one not told, is refused."""
     device = tree["device_before"]
     if device["name"] == "none":
         raise ValueError("measured on a host without a GPU: asv itself measures those (python ci/gate.py record)")
+    if device["name"].startswith("unknown"):
+        raise ValueError(f"the GPU is {device['name']}: a number without clocks and power cap cannot be compared")
     cap = device["power_cap_w"]
     return {
         "machine": machine_name(device["name"]),

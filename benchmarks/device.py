@@ -6,9 +6,13 @@
     meter.joules / 4000                         # None without a meter in the GPU
 
 Two runs of one kernel on one card can differ by a fifth because of clocks and the power cap alone, so a number without
-them cannot be compared. Without a GPU (or without NVIDIA's library) the record is named "none"; a question that a card
-does not answer (cards differ, and virtual ones refuse many) leaves None there and its reason in `unavailable`.
-Everything is asked of NVML, through nvidia-ml-py; nothing is changed on the device.
+them cannot be compared. Where torch has no GPU the record is named "none"; where it has one that nothing can be asked
+of (no nvidia-ml-py, no driver library) "unknown, " and why. A question that a card does not answer (cards differ, and
+virtual ones refuse many) leaves None there and its reason in `unavailable`. Everything is asked of NVML, through
+nvidia-ml-py; nothing is changed on the device.
+
+Devices are numbered as torch numbers them, and found in NVML by their UUID: NVML numbers all cards of the host by their
+bus address, torch those of CUDA_VISIBLE_DEVICES (or of a container) in its order, so that equal numbers are two cards.
 """
 
 from __future__ import annotations
@@ -52,17 +56,41 @@ class DeviceRecord:
         return asdict(self) | {"throttle_reasons": None if self.throttle_reasons is None else [*self.throttle_reasons]}
 
 
-def load_nvml() -> ModuleType | None:
-    """The NVML module, started; None where there is no NVIDIA driver."""
+class NoDeviceError(Exception):
+    """There is nothing to ask; the message says why, in a few words."""
+
+
+def load_nvml() -> ModuleType:
+    """The NVML module, started. Raises NoDeviceError without nvidia-ml-py, and where no driver answers."""
     try:
         import pynvml
-    except ImportError:
-        return None
+    except ImportError as error:
+        raise NoDeviceError("pynvml absent") from error
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
+    except pynvml.NVMLError as error:
+        raise NoDeviceError(f"no NVIDIA driver answers ({error})") from error
     return pynvml
+
+
+def device_uuid(index: int) -> str | None:
+    """UUID of torch's GPU number `index`, without its prefix; None where torch has no such GPU."""
+    import torch
+
+    if index >= torch.cuda.device_count():
+        return None
+    return str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-")
+
+
+def find_handle(nvml: Any, uuid: str) -> Any:
+    """NVML's handle of a device of torch; a part of a card (MIG) has a UUID of its own kind."""
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+    except nvml.NVMLError as whole:
+        try:
+            return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode())
+        except nvml.NVMLError:
+            raise whole from None
 
 
 def text(value: str | bytes) -> str:
@@ -71,10 +99,14 @@ def text(value: str | bytes) -> str:
 
 
 def describe_device(index: int = 0, *, nvml: Any = None) -> DeviceRecord:
-    """Look at GPU number `index`. `nvml`: the module to ask (tests give a stand-in); default: NVIDIA's."""
-    nvml = nvml or load_nvml()
-    if nvml is None:
-        return DeviceRecord(name="none", unavailable={"nvml": "no NVIDIA driver answers"})
+    """Look at torch's GPU number `index`. `nvml`: the module to ask (tests give a stand-in); default: NVIDIA's."""
+    uuid = device_uuid(index)
+    if uuid is None:
+        return DeviceRecord(name="none", unavailable={"name": f"torch has no GPU number {index}"})
+    try:
+        nvml = nvml or load_nvml()
+    except NoDeviceError as error:
+        return DeviceRecord(name=f"unknown, {error}", unavailable={"nvml": str(error)})
     unavailable: dict[str, str] = {}
 
     def ask(what: str, question: Callable[[], Any]) -> Any:
@@ -84,9 +116,9 @@ def describe_device(index: int = 0, *, nvml: Any = None) -> DeviceRecord:
             unavailable[what] = str(error)
             return None
 
-    handle = ask("name", lambda: nvml.nvmlDeviceGetHandleByIndex(index))
+    handle = ask("name", lambda: find_handle(nvml, uuid))
     if handle is None:
-        return DeviceRecord(name="none", unavailable=unavailable)
+        return DeviceRecord(name=f"unknown, NVML does not find {uuid}", unavailable=unavailable)
     mask = ask("throttle_reasons", lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
     power = ask("power_w", lambda: nvml.nvmlDeviceGetPowerUsage(handle))
     cap = ask("power_cap_w", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
@@ -107,25 +139,35 @@ def describe_device(index: int = 0, *, nvml: Any = None) -> DeviceRecord:
 
 
 class EnergyMeter:
-    """Energy that one GPU used between entering and leaving, from its own counter (millijoules, whole board).
+    """Energy that torch's GPU number `index` used between entering and leaving, from its own counter (whole board).
 
     joules       after leaving; None without a GPU or a counter
     unavailable  why there is none
     """
 
     def __init__(self, index: int = 0, *, nvml: Any = None) -> None:
-        self._nvml = nvml or load_nvml()
-        self._index = index
         self._start: int | None = None
+        self._nvml: Any = None
         self.joules: float | None = None
-        self.unavailable: str | None = None if self._nvml else "no NVIDIA driver answers"
+        self.unavailable: str | None = None
+        uuid = device_uuid(index)
+        try:
+            if uuid is None:
+                raise NoDeviceError(f"torch has no GPU number {index}")
+            nvml = nvml or load_nvml()
+            self._handle = find_handle(nvml, uuid)
+            self._nvml = nvml
+        except NoDeviceError as error:
+            self.unavailable = str(error)
+        except nvml.NVMLError as error:
+            self.unavailable = f"NVML does not find {uuid}: {error}"
 
     def _read(self) -> int | None:
+        """The counter, in millijoules."""
         if self._nvml is None:
             return None
         try:
-            handle = self._nvml.nvmlDeviceGetHandleByIndex(self._index)
-            return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+            return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         except self._nvml.NVMLError as error:
             self.unavailable = str(error)
             return None

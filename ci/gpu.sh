@@ -7,7 +7,8 @@
 # PYTHON names the interpreter (default python3); SITE one more folder of packages, e.g. one with torchrec and FBGEMM.
 # GEMLINE_COMMIT names the commit where there is no git. Writes into $OUT (default ./gpu-results): device.json,
 # tests.xml and one JSON of measurements per benchmark; `python benchmarks/convert.py $OUT/bench_*.json` stores those as
-# asv results, on a machine with asv. Ends with 1 if a test or a benchmark failed, after running the others.
+# asv results, on a machine with asv. Ends with 1 if a test or a benchmark failed, after running the others; with 2, and
+# nothing run, without a GPU, and before benchmarks whose numbers would lack their facts (no clocks, power, driver).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
@@ -17,7 +18,7 @@ mkdir -p "$out"
 packages=$(printf '%s:' packages/*/ pipelines/ datasets/ benchmarks/)
 export PYTHONPATH="${packages}${SITE:+$SITE:}${PYTHONPATH:-}"
 
-"$python" - "$out" <<'PYTHON' || exit 2
+"$python" - "$out" "$what" <<'PYTHON' || exit 2
 import json, sys
 from pathlib import Path
 import torch
@@ -25,6 +26,8 @@ from device import describe_device
 if not torch.cuda.is_available():
     sys.exit(f"ci/gpu.sh: torch {torch.__version__} sees no CUDA device")
 record = describe_device(0)
+if record.name.startswith(("none", "unknown")) and sys.argv[2] != "tests":
+    sys.exit(f"ci/gpu.sh: a GPU, but nothing tells its driver, clocks and power cap ({record.name}: {record.unavailable}), and numbers without them are not stored: carry nvidia-ml-py (one file, pynvml.py) and name its folder in SITE, or run: ./ci/gpu.sh tests")
 Path(sys.argv[1], "device.json").write_text(json.dumps(record.to_json(), indent=1))
 print(f"{record.name}, driver {record.driver}, torch {torch.__version__}, {torch.cuda.device_count()} device(s)")
 PYTHON

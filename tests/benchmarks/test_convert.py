@@ -53,6 +53,9 @@ def test_refusals(tmp_path):
     none = file_with(tmp_path / "none.json", one, device=DeviceRecord(name="none"))
     with pytest.raises(ValueError, match="without a GPU"):
         convert(none, results=tmp_path, records=tmp_path, commit="HEAD")
+    untold = file_with(tmp_path / "untold.json", one, device=DeviceRecord(name="unknown, pynvml absent"))
+    with pytest.raises(ValueError, match="unknown, pynvml absent: a number without clocks"):
+        convert(untold, results=tmp_path, records=tmp_path, commit="HEAD")
     good = file_with(tmp_path / "good.json", one)
     with pytest.raises(ValueError, match="'nowhere' is not in this repository"):
         convert(good, results=tmp_path, records=tmp_path, commit="nowhere")

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
+import torch
 from device import DeviceRecord, EnergyMeter, describe_device, joules_per_call
 
 
+@pytest.fixture(autouse=True)
+def torch_devices(monkeypatch):
+    """torch sees these cards, in this order, as with CUDA_VISIBLE_DEVICES=3,0."""
+    uuids = ["card3", "card0"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
+    return uuids
+
+
 class FakeNvml:
-    """A card that answers everything, except what is named in `refuses`."""
+    """A host whose cards answer everything, except what is named in `refuses`."""
 
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
 
@@ -18,18 +31,24 @@ class FakeNvml:
         self.refuses = refuses
         self.energy_mj = 1_000_000
 
+    def find(self, uuid):
+        known = {b"GPU-card0": 0, b"GPU-card3": 3, b"MIG-part": "part"}
+        if uuid not in known:
+            raise self.NVMLError("Not Found")
+        return known[uuid]
+
     def __getattr__(self, name):
         answers = {
-            "nvmlDeviceGetHandleByIndex": lambda index: ("handle", index),
+            "nvmlDeviceGetHandleByUUID": self.find,
             "nvmlDeviceGetName": lambda handle: b"NVIDIA H200",
             "nvmlSystemGetDriverVersion": lambda: "580.159.03",
             "nvmlDeviceGetClockInfo": lambda handle, kind: {1: 1980, 2: 3201}[kind],
             "nvmlDeviceGetMaxClockInfo": lambda handle, kind: 1980,
-            "nvmlDeviceGetPowerUsage": lambda handle: 612_345,
+            "nvmlDeviceGetPowerUsage": lambda handle: {3: 612_345, 0: 75_000, "part": 75_000}[handle],
             "nvmlDeviceGetEnforcedPowerLimit": lambda handle: 700_000,
             "nvmlDeviceGetTemperature": lambda handle, sensor: 55,
             "nvmlDeviceGetCurrentClocksThrottleReasons": lambda handle: 0x4 | 0x20,
-            "nvmlDeviceGetTotalEnergyConsumption": lambda handle: self.energy_mj,
+            "nvmlDeviceGetTotalEnergyConsumption": lambda handle: self.energy_mj if handle == 3 else 0,
         }
         if name not in answers:
             raise AttributeError(name)
@@ -74,20 +93,56 @@ def test_a_refused_question_is_named_and_the_rest_answered(question, field):
     assert record.name == "NVIDIA H200"
 
 
+def test_the_card_is_torchs_and_not_nvmls_of_that_number():
+    assert describe_device(0, nvml=FakeNvml()).power_w == 612.345
+    assert describe_device(1, nvml=FakeNvml()).power_w == 75.0
+    card = FakeNvml()
+    with EnergyMeter(0, nvml=card) as busy, EnergyMeter(1, nvml=card) as idle:
+        card.energy_mj += 84_000
+    assert (busy.joules, idle.joules) == (84.0, 0.0)
+
+
+def test_a_part_of_a_card(torch_devices):
+    torch_devices[0] = "part"
+    assert describe_device(0, nvml=FakeNvml()).power_w == 75.0
+
+
+def test_a_card_that_nvml_does_not_know(torch_devices):
+    torch_devices[0] = "elsewhere"
+    record = describe_device(0, nvml=FakeNvml())
+    assert record.name == "unknown, NVML does not find elsewhere"
+    assert record.unavailable == {"name": "Not Found"}
+    with EnergyMeter(0, nvml=FakeNvml()) as meter:
+        pass
+    assert meter.joules is None
+    assert meter.unavailable == "NVML does not find elsewhere: Not Found"
+
+
 def test_without_a_card_the_record_is_named_none():
-    record = describe_device(3, nvml=FakeNvml("nvmlDeviceGetHandleByIndex"))
+    record = describe_device(2, nvml=FakeNvml())
     assert record.name == "none"
-    assert record.unavailable == {"name": "Not Supported"}
+    assert record.unavailable == {"name": "torch has no GPU number 2"}
+    assert EnergyMeter(2, nvml=FakeNvml()).unavailable == "torch has no GPU number 2"
+
+
+def test_without_nvidias_python_module(monkeypatch):
+    """Not the same as a host without a driver, and not the same as one without a GPU."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # import raises ImportError
+    record = describe_device()
+    assert record.name == "unknown, pynvml absent"
+    assert record.unavailable == {"nvml": "pynvml absent"}
+    with EnergyMeter() as meter:
+        pass
+    assert (meter.joules, meter.joules_per_sample(10), meter.unavailable) == (None, None, "pynvml absent")
 
 
 def test_without_a_driver(monkeypatch):
-    monkeypatch.setattr("device.load_nvml", lambda: None)
-    assert describe_device().name == "none"
-    with EnergyMeter() as meter:
-        pass
-    assert meter.joules is None
-    assert meter.joules_per_sample(10) is None
-    assert "driver" in meter.unavailable
+    def no_library():
+        raise FakeNvml.NVMLError("Shared Library Not Found")
+
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=FakeNvml.NVMLError, nvmlInit=no_library))
+    assert describe_device().name == "unknown, no NVIDIA driver answers (Shared Library Not Found)"
+    assert EnergyMeter().unavailable == "no NVIDIA driver answers (Shared Library Not Found)"
 
 
 def test_energy_per_sample():

@@ -101,3 +101,24 @@ def test_gpu_script_says_that_there_is_no_gpu(tmp_path):
     assert done.returncode == 2
     assert "sees no CUDA device" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_gpu_script_measures_nothing_whose_facts_would_be_missing(tmp_path):
+    """A host with torch and a GPU, and without nvidia-ml-py, whose numbers would be refused at home."""
+    site, out = tmp_path / "site", tmp_path / "out"
+    site.mkdir()
+    (site / "torch.py").write_text(
+        "from types import SimpleNamespace as Some\n"
+        "__version__ = '9'\n"
+        "properties = lambda index: Some(uuid='u')\n"
+        "cuda = Some(is_available=lambda: True, device_count=lambda: 1, get_device_properties=properties)\n"
+    )
+    (site / "pynvml.py").write_text("raise ImportError('not here')\n")
+    environment = {**os.environ, "OUT": str(out), "PYTHON": sys.executable, "SITE": str(site)}
+    done = subprocess.run(
+        [str(ROOT / "ci" / "gpu.sh"), "bench"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "pynvml absent" in done.stderr
+    assert "== bench" not in done.stdout
+    assert list(out.iterdir()) == []
