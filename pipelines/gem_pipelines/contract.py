@@ -1,26 +1,48 @@
 """Which interface versions of the packages this pipeline was written against.
 
-Checked when a run starts, and written into every checkpoint. The rule is that of the major number must be equal,
-the minor number at least what is required.
+Checked before a command imports anything of them, so that a package of another version is named, and not the first
+of its names that an import misses; and written into every checkpoint. The rule is that of the major number must be
+equal, the minor number at least what is required.
+
+The versions are read from the text of interface.py where it was not imported yet: 35 ms, instead of the seconds that
+torch and TorchRec take to load.
 """
 
 from __future__ import annotations
 
-import importlib
+import ast
+import importlib.util
+import sys
 
 from gem_pipelines.errors import RunError
 
 REQUIRED: dict[str, tuple[int, int]] = {
-    "gem_data": (1, 4),
-    "gem_embeddings": (1, 3),
+    "gem_data": (1, 6),
+    "gem_embeddings": (1, 4),
     "gem_attention": (1, 1),
     "gem_comm": (1, 1),
 }
 
 
 def installed_versions() -> dict[str, tuple[int, int]]:
-    """Package -> the interface version it declares."""
-    return {name: importlib.import_module(f"{name}.interface").INTERFACE_VERSION for name in REQUIRED}
+    """Package -> the interface version it declares, of those that are installed."""
+    return {name: version for name in REQUIRED if (version := _installed_version(name)) is not None}
+
+
+def _installed_version(name: str) -> tuple[int, int] | None:
+    loaded = sys.modules.get(f"{name}.interface")
+    if loaded is not None:
+        major, minor = loaded.INTERFACE_VERSION
+        return int(major), int(minor)
+    if importlib.util.find_spec(name) is None:
+        return None
+    spec = importlib.util.find_spec(f"{name}.interface")
+    source = getattr(spec.loader, "get_source", lambda _: None)(spec.name) if spec is not None else None
+    for node in ast.parse(source or "").body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "INTERFACE_VERSION":
+            major, minor = ast.literal_eval(node.value)
+            return int(major), int(minor)
+    raise RunError(f"package {name} is installed, but its interface.py declares no INTERFACE_VERSION = (major, minor)")
 
 
 def check_versions(found: dict[str, tuple[int, int]], required: dict[str, tuple[int, int]] | None = None) -> None:

@@ -24,6 +24,9 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.markup import escape
 
+from gem_pipelines.contract import check_versions, installed_versions
+from gem_pipelines.errors import RunError
+
 Status = Literal["ok", "warning", "error", "info"]
 CPU_BUILD, CUDA_BUILD = "fbgemm-gpu-cpu", "fbgemm-gpu"
 OLDEST_PYTHON = (3, 11)
@@ -105,6 +108,7 @@ def diagnose() -> list[Check]:
         *check_fbgemm(),
         check_import("torchrec"),
         check_set(),
+        check_interfaces(),
         check_triton(),
         *check_devices(),
         *check_backends(),
@@ -242,6 +246,18 @@ def check_set() -> Check:
     return Check(
         name=name, status="warning", found=f"not a set that was tried: {here}", advice=f"known to fit: {known}"
     )
+
+
+def check_interfaces() -> Check:
+    """The packages have the interface versions that the pipeline was written against."""
+    try:
+        found = installed_versions()
+        check_versions(found)
+    except RunError as error:
+        advice = "install packages and pipeline of one version"
+        return Check(name="interfaces", status="error", found=str(error), advice=advice, needed=True)
+    text = ", ".join(f"{name} {major}.{minor}" for name, (major, minor) in found.items())
+    return Check(name="interfaces", status="ok", found=text, needed=True)
 
 
 def check_triton() -> Check:

@@ -2,7 +2,8 @@
 error, no traceback unless --traceback is given); 3 a fault of the program itself (with traceback); 4 automatic restarts
 got nowhere; 5 a rank stood still; 130 interrupted.
 
-Commands are imported when they are called, so that `gemline config show` does not wait for torch.
+Commands are imported when they are called, so that `gemline config show` does not wait for torch. Before, the packages'
+interface versions are held against what this pipeline needs; `gemline doctor` says them where they do not fit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from gem_pipelines.contract import check_versions, installed_versions
 from gem_pipelines.errors import ConfigError, did_you_mean
 
 COMMANDS = {
@@ -66,6 +68,8 @@ def _dispatch(arguments: list[str]) -> int:
     command = arguments[0]
     if command not in COMMANDS:
         raise ConfigError(f"unknown command {command!r}; {did_you_mean(command, COMMANDS)}")
+    if command != "doctor":  # which has to speak where the packages do not fit
+        check_versions(installed_versions())
     module = importlib.import_module(f"gem_pipelines.cli.{command}")
     return int(module.main(arguments[1:]))
 
