@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from gem_data.api import build_loader, write_dataset
 from gem_data.balance import base_batch_order, budget_batches, imbalance, partition
+from gem_data.blocks import chunks_of
 from gem_data.interface import CostModel, CostTerm, DataError, LoaderConfig
+from gem_data.shards import Footer, Shards
 from gem_data.testing import batch_difference, tiny_schema, tiny_table, write_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -181,6 +185,93 @@ def test_a_resumed_loader_with_base_batches_goes_on_with_the_same_rows(tmp_path)
     )
     with pytest.raises(DataError, match=r"config\.base_batch: the state has 3, this loader None"):
         other.load_state_dict(state)
+
+
+def flip_in_group(path: Path, footer: Footer) -> None:
+    """One bit of a column that has nothing to do with loads, in row group 1."""
+    (chunk,) = (chunk for chunk in chunks_of(footer.metadata, 1) if chunk.column == "id.item")
+    data = bytearray(path.read_bytes())
+    data[chunk.stop - 2] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("window_groups", [3, 20])
+@pytest.mark.parametrize("base", [None, 2])
+@pytest.mark.parametrize("damaged_first", [True, False])
+def test_damage_that_comes_or_goes_at_a_resume_repeats_no_row_and_hides_no_loss(
+    tmp_path, base, damaged_first, window_groups
+) -> None:
+    """Wherever the run was cut, at one rank or two: no row twice, and what never came was told as left out."""
+    schema = write_tiny(tmp_path / "d", train_rows=100)
+    footer = Shards(tmp_path / "d", schema, "train").footers[0]
+    path = tmp_path / "d" / footer.info.path
+    sound = path.read_bytes()
+    flip_in_group(path, footer)
+    damaged = path.read_bytes()
+    rows = {
+        (info.path, group): ids
+        for info in schema.files
+        for group, ids in enumerate(ids_of_groups(tmp_path / "d" / info.path, footer.info.path, sound))
+    }
+    config = LoaderConfig(
+        global_batch_size=8, base_batch=base, window_groups=window_groups, logical_shards=2, prefetch=0
+    )
+    told: set[int] = set()
+
+    def read(state, steps, world):
+        seen = []
+        for rank in range(world):
+            loader = build_loader(
+                tmp_path / "d",
+                split="train",
+                config=config,
+                rank=rank,
+                world_size=world,
+                on_damage=lambda error, count: told.update(rows[error.file, error.row_group]),
+            )
+            if state is not None:
+                loader.load_state_dict(state)
+            for batch in itertools.islice(loader.epoch(), steps):
+                loader.mark_trained(batch)
+                seen += batch.sample_ids.tolist()
+        return seen, loader.state_dict()
+
+    for cut in (1, 4, 7, 10):
+        told.clear()
+        path.write_bytes(damaged if damaged_first else sound)
+        before, state = read(None, cut, 1)
+        path.write_bytes(sound if damaged_first else damaged)
+        after, _ = read(state, None, 2 if cut % 2 else 1)
+        assert len(set(before + after)) == len(before + after), f"cut at {cut}: a row came twice"
+        assert set(range(100)) - set(before + after) <= told, f"cut at {cut}: a row was lost and nothing said so"
+
+
+def ids_of_groups(path: Path, damaged: str, sound: bytes) -> list[list[int]]:
+    file = pq.ParquetFile(pa.BufferReader(sound) if path.name == damaged else path)
+    return [file.read_row_group(g, columns=["sample_id"])["sample_id"].to_pylist() for g in range(file.num_row_groups)]
+
+
+def test_a_damaged_group_takes_its_window_along_where_base_batches_are_moved(tmp_path) -> None:
+    """Each group of the window is told with its rows and why; the global batches keep their planned rows."""
+    schema = write_tiny(tmp_path / "d", train_rows=100)
+    footer = Shards(tmp_path / "d", schema, "train").footers[0]
+    flip_in_group(tmp_path / "d" / footer.info.path, footer)
+    config = LoaderConfig(global_batch_size=8, base_batch=2, window_groups=3)
+    heard = {}
+    loader = build_loader(
+        tmp_path / "d",
+        split="train",
+        config=config,
+        on_damage=lambda error, count: heard.update({(error.file, error.row_group): (count, str(error))}),
+    )
+    batches = list(loader.epoch())
+    came = sum(batch.rows for batch in batches)
+    assert len(heard) == 3
+    assert came == 100 - sum(count for count, _ in heard.values())
+    assert sum(batch.global_rows for batch in batches) == 100
+    reasons = [reason for key, (_, reason) in heard.items() if key != (footer.info.path, 1)]
+    assert all(f"beside {footer.info.path}, row group 1: with base batches" in reason for reason in reasons)
+    assert "another checksum" in heard[footer.info.path, 1][1]
 
 
 def test_states_from_before_base_batches_still_load(tmp_path) -> None:

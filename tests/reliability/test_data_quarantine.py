@@ -16,7 +16,7 @@ from gem_pipelines.agreement import MissingRowsError
 from gem_pipelines.cli import main
 from gem_pipelines.errors import RunError
 from gem_pipelines.job import build
-from gem_pipelines.ledger import Ledger, verify_ledger
+from gem_pipelines.ledger import Ledger, read_ledger, verify_ledger
 from gem_pipelines.quarantine import TooMuchDamageError
 from gem_pipelines.rundir import RunDirectory, read_records
 from gem_pipelines.trainer import LossError
@@ -42,8 +42,9 @@ def damaged(debug_data, tmp_path):
     return directory, lost
 
 
-def job_on(directory, tmp_path, runtime, debug_config, train=None, **data):
+def job_on(directory, tmp_path, runtime, debug_config, train=None, balance=None, **data):
     config = debug_config(
+        balance=balance or {},
         data={"source": str(directory), "window_groups": 2, **data},
         train={"steps": 10, "epochs": 1, "ledger": True, "report": False, **(train or {})},
     )
@@ -76,6 +77,26 @@ def test_quarantined_rows_are_counted_and_listed(damaged, tmp_path, runtime, deb
     assert (report.trained, report.complete, report.twice, report.lost) == (280, 1, (), ())
     assert main(["data", "ledger", str(tmp_path / "run")]) == 0
     assert "1 whole epochs, 280 samples trained, 0 left out, 0 lost, 0 twice" in capsys.readouterr().out
+
+
+def test_with_base_batches_the_window_of_a_damaged_group_is_counted_and_listed(
+    damaged, tmp_path, runtime, debug_config, capsys
+):
+    """Windows are of two groups: the sound neighbour is left out, too, and the ledger agrees."""
+    directory, lost = damaged
+    balance = {"method": "base", "base_batch": 4, "cost": "events"}
+    job = job_on(directory, tmp_path, runtime, debug_config, balance=balance, max_quarantined_rows=100)
+    job.train(resumed_from=None, survey=None)
+    assert job.trainer.position.quarantined_samples == 80
+    assert job.trainer.position.samples == 240
+    records = read_records(job.directory.metrics_file)
+    groups = [group for record in records if record["kind"] == "quarantine" for group in record["groups"]]
+    assert [group["rows"] for group in groups] == [40, 40]
+    assert [group["row_group"] == 2 for group in groups].count(True) == 1
+    assert main(["data", "ledger", str(tmp_path / "run")]) == 0
+    assert "1 whole epochs, 240 samples trained, 0 left out, 0 lost, 0 twice" in capsys.readouterr().out
+    trained = read_ledger(tmp_path / "run" / "ledger")["sample_id"]
+    assert not set(lost) & set(trained.tolist())
 
 
 def test_above_the_cap_the_run_stops(damaged, tmp_path, runtime, debug_config):

@@ -83,6 +83,7 @@ def build_loader(
     on_damage: None = a row group that cannot be used ends reading with its DataError. Otherwise it hears of the error
         and the group's rows, and reading goes on without them: batches keep their global_rows and come with fewer rows.
         It is called every time the group is met, by whichever rank reads it, from the reading thread ("arrow" only).
+        With config.base_batch the group's whole window is left out, and it hears of each group of it (loader.py: why).
     impl: "arrow" (the one to use) or "reference" (the definition in plain Python: slow, all rows in memory, for tests).
 
     Raises DataError for absent, unreadable or unfitting data and ValueError for arguments.

@@ -15,6 +15,13 @@ row group and row to be read next, for people and as a proof: loading recomputes
 whose places do not agree. It also names every file with the hash of its content from schema.json, so that a state of
 other data or of another order cannot continue silently (state.py says what that does and does not cover).
 
+A row group that cannot be used is left out on request (on_damage), and its rows keep their places in the order. With
+base batches it takes its whole window along: where its neighbours' rows stand follows from the loads of all rows of the
+window, those of the damaged group among them, which nobody knows. Any order made without them is another one than that
+of a process that could read the group, before or after, so rows would come twice or never. Left out whole, a window has
+one order or none; which rows are left does not depend on when, or by which rank, the damage was met, and the state need
+not tell. The price is up to window_groups - 1 sound row groups, told to on_damage like the damaged one.
+
 Cost: one window of decoded rows per shard of this rank (row group rows x window_groups), 16 bytes a row and column
 beside it, and the batches read ahead. state_dict() sorts one window per shard (about 2 ms each).
 """
@@ -223,7 +230,7 @@ class _Windows:
             self._held.pop(shard, None)
             held = None
             groups = self._epoch.window_groups(shard, window)
-            parts = [self._read(group) for group in groups]
+            parts = self._all_or_none(groups, [self._read(group) for group in groups])
             kept = np.repeat([part is not None for part in parts], [group.rows for group in groups])
             sound = [part for part in parts if part is not None]
             schema = self._shards.schema
@@ -245,6 +252,26 @@ class _Windows:
             self._on_damage(error, group.rows)
             return None
 
+    def _all_or_none(self, groups: Sequence[Group], parts: list[Rows | None]) -> list[Rows | None]:
+        """With base batches, nothing of a window of which a group is damaged; see the module docstring."""
+        damaged = [group for group, part in zip(groups, parts, strict=True) if part is None]
+        if self._config.base_batch is None or not damaged:
+            return parts
+        assert self._on_damage is not None
+        files = self._shards.schema.files
+        first = damaged[0]
+        for group, part in zip(groups, parts, strict=True):
+            if part is not None:
+                error = DataError(
+                    f"{files[group.file].path}, row group {group.group}: left out, although it is sound, beside "
+                    f"{files[first.file].path}, row group {first.group}: with base batches the order of a window "
+                    "follows from all of its loads. Restore the damaged one, or lower window_groups.",
+                    file=files[group.file].path,
+                    row_group=group.group,
+                )
+                self._on_damage(error, group.rows)
+        return [None] * len(parts)
+
     def _order(
         self, shard: int, window: int, sound: Sequence[Rows], drawn: Sequence[Limits | None], kept: Kept
     ) -> Int64:
@@ -252,27 +279,23 @@ class _Windows:
 
         Rows are counted as the plan does; the result points into the rows of the sound groups alone.
         """
-        order = self._moved(shard, window, sound, drawn, kept)
+        order = self._moved(shard, window, sound, drawn)
         if kept.all():
             return order
         return np.where(kept[order], (np.cumsum(kept) - 1)[order], -1)
 
-    def _moved(
-        self, shard: int, window: int, sound: Sequence[Rows], drawn: Sequence[Limits | None], kept: Kept
-    ) -> Int64:
+    def _moved(self, shard: int, window: int, sound: Sequence[Rows], drawn: Sequence[Limits | None]) -> Int64:
         config, order = self._config, self._epoch.window_order(shard, window)
-        if config.base_batch is None:
+        if config.base_batch is None or not sound:
             return order
         schema = self._shards.schema
         cost = events_cost(schema) if config.cost is None else config.cost
-        loads = np.zeros(len(kept))
-        if sound:
-            loads[kept] = np.concatenate(
-                [
-                    loads_of(schema, rows, cost, max_length=config.max_length, drawn=most)
-                    for rows, most in zip(sound, drawn, strict=True)
-                ]
-            )
+        loads = np.concatenate(
+            [
+                loads_of(schema, rows, cost, max_length=config.max_length, drawn=most)
+                for rows, most in zip(sound, drawn, strict=True)
+            ]
+        )
         moved = base_batch_order(
             loads[order],
             base_batch=config.base_batch,
