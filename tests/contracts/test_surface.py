@@ -1,8 +1,10 @@
-"""The version of every interface moves with its signatures (ci/surface.py)."""
+"""The version of every package moves with its signatures (ci/surface.py)."""
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,47 +12,226 @@ import pytest
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("surface", ROOT / "ci" / "surface.py")
 surface = importlib.util.module_from_spec(spec)
+sys.modules["surface"] = surface  # its dataclass looks itself up there
 spec.loader.exec_module(surface)
 
 BASE = """
 INTERFACE_VERSION = (1, 0)
 class Loader(Protocol):
+    size: int
     def epoch(self, n: int, *, seed: int = 0) -> Iterator: ...
-@dataclass(frozen=True)
+class Group(ABC):
+    @abstractmethod
+    def launch(self, call: Call) -> Pending: ...
+    def start(self, call: Call) -> Pending:
+        return self.launch(call)
+class Sized:
+    def __init__(self, n: int) -> None: ...
+    def __len__(self) -> int: ...
+    class Inner:
+        depth: int = 0
+@dataclass(frozen=True, kw_only=True)
 class Config:
     size: int
     depth: int = 2
+@dataclass
+class Pair:
+    first: int
+    second: int
+    _hidden: int = 0
 def build(path: str) -> Loader: ...
+def call(name: str, *args: int, **options: str) -> None: ...
+async def fetch(url: str) -> bytes: ...
 """
 
 
+def of(source: str):
+    return surface.Surface(version=surface.version_of(source), lines=tuple(surface.surface(source)))
+
+
 @pytest.mark.parametrize("name", sorted(surface.interfaces()))
-def test_interface_is_as_frozen(name):
-    source = surface.interfaces()[name].read_text()
+def test_package_is_as_frozen(name):
+    now = surface.read_surface(surface.interfaces()[name])
     frozen = (surface.SNAPSHOTS / f"{name}.txt").read_text()
-    assert surface.verdict(name, frozen, source) is None
-    assert frozen == surface.frozen_text(source), "run: python ci/surface.py --update"
+    assert surface.verdict(name, surface.frozen_surface(frozen), now) is None
+    assert frozen == now.text(), "run: python ci/surface.py --update"
 
 
 @pytest.mark.parametrize(
-    ("edit", "version", "accepted"),
+    ("edit", "move"),
     [
-        (("seed: int = 0", "seed: int = 0"), "(1, 0)", True),
-        (("seed: int = 0", "seed: int = 0"), "(1, 1)", False),  # nothing changed, so nothing may move
-        (("seed: int = 0", "generator: int = 0"), "(1, 1)", False),  # renamed keyword
-        (("seed: int = 0", "generator: int = 0"), "(2, 0)", True),
-        (("seed: int = 0", "seed: int = 1"), "(1, 1)", False),  # changed default
-        (("depth: int = 2", "depth: int = 2\n    width: int = 3"), "(1, 0)", False),
-        (("depth: int = 2", "depth: int = 2\n    width: int = 3"), "(1, 1)", True),  # new field with a default
-        (("size: int", "size: int\n    width: int"), "(1, 1)", False),  # new field that callers must give
-        (("size: int", "size: int\n    width: int"), "(2, 0)", True),
-        (("path: str", "path: str, *, name: str"), "(1, 1)", False),  # new required parameter
-        (("path: str", "path: str, *, name: str = ''"), "(1, 1)", True),
-        (("def build", "def open(path: str) -> Loader: ...\ndef build"), "(1, 1)", True),  # new function
-        (("def build", "def _build"), "(1, 1)", False),  # gone
+        (("seed: int = 0", "seed: int = 0"), "none"),
+        (("seed: int = 0", "generator: int = 0"), "major"),  # renamed keyword
+        (("seed: int = 0", "seed: int = 1"), "major"),  # changed default
+        (("depth: int = 2", "depth: int = 2\n    width: int = 3"), "minor"),  # new field with a default
+        (("size: int\n    depth", "size: int\n    width: int\n    depth"), "major"),  # new field that callers must give
+        (("size: int\n    depth: int = 2", "depth: int = 2\n    size: int"), "none"),  # given by name: no order
+        (("path: str", "path: str, *, name: str"), "major"),  # new required parameter
+        (("path: str", "path: str, *, name: str = ''"), "minor"),
+        (("path: str", "path: str, /"), "major"),  # no longer by name
+        (("def build", "def open(path: str) -> Loader: ...\ndef build"), "minor"),  # new function
+        (("def build", "def _build"), "major"),  # gone
+        (("*args: int, ", ""), "major"),
+        ((", **options: str", ""), "major"),
+        (("path: str", "path: str, *more: str"), "minor"),
+        (("    def __len__(self) -> int: ...\n", ""), "major"),
+        (("__init__(self, n: int)", "__init__(self, n: str)"), "major"),
+        (("def __len__", "def __iter__(self) -> Iterator: ...\n    def __len__"), "minor"),
+        (("def __len__", "def __post_init__(self) -> None: ...\n    def __len__"), "none"),  # nobody calls it
+        (("depth: int = 0", "width: int = 0"), "major"),  # in a class in a class
+        (("async def fetch", "async def _fetch"), "major"),
+        (("async def fetch", "def fetch"), "major"),
+        (("first: int\n    second: int", "second: int\n    first: int"), "major"),  # given by place: order
+        (("    _hidden: int = 0", "    _hidden: int = 0\n    third: int = 0"), "minor"),
+        (("    _hidden: int = 0", "    third: int = 0\n    _hidden: int = 0"), "minor"),
+        (("    first: int", "    zeroth: int = 0\n    first: int"), "major"),
+        (("    _hidden: int = 0", "    _: KW_ONLY\n    third: int = 0"), "minor"),
+        (("def build", "if sys.version_info > (3, 12):\n    def late() -> int: ...\ndef build"), "minor"),
     ],
 )
-def test_rule(edit, version, accepted):
-    frozen = surface.frozen_text(BASE)
-    changed = BASE.replace(*edit).replace("(1, 0)", version)
-    assert (surface.verdict("gem_x", frozen, changed) is None) == accepted
+def test_move(edit, move):
+    assert edit[0] in BASE
+    assert surface.required_move(of(BASE).lines, of(BASE.replace(*edit)).lines)[0] == move
+
+
+@pytest.mark.parametrize(
+    ("edit", "move"),
+    [
+        (("class Loader(Protocol):", "class Loader(Protocol):\n    def close(self) -> None: ..."), "major"),
+        (("class Loader(Protocol):", "class Loader(Protocol):\n    def close(self) -> None:\n        pass"), "major"),
+        (("class Loader(Protocol):", "class Loader(Protocol):\n    def __len__(self) -> int: ..."), "major"),
+        (("class Loader(Protocol):", "class Loader(Protocol):\n    rows: int"), "major"),
+        (("seed: int = 0", "seed: int = 0, last: bool = False"), "major"),  # no old epoch() takes it
+        (("class Group", "class Saver(Protocol):\n    def save(self) -> None: ...\nclass Group"), "minor"),
+        (("    def start", "    @abstractmethod\n    def stop(self) -> None: ...\n    def start"), "major"),
+        (("    def start", "    def stop(self) -> None: ...\n    def start"), "minor"),  # inherited
+        (("launch(self, call: Call)", "launch(self, call: Call, limit: int = 0)"), "major"),
+        (("start(self, call: Call)", "start(self, call: Call, limit: int = 0)"), "minor"),
+    ],
+)  # fmt: skip
+def test_what_implementations_must_provide_is_breaking(edit, move):
+    assert edit[0] in BASE
+    assert surface.required_move(of(BASE).lines, of(BASE.replace(*edit)).lines)[0] == move
+
+
+@pytest.mark.parametrize(
+    ("move", "accepted"),
+    [("none", ["(1, 0)"]), ("minor", ["(1, 1)", "(2, 0)"]), ("major", ["(2, 0)"])],
+)
+def test_the_version_moves_as_it_must(move, accepted):
+    edit = {"none": ("", ""), "minor": ("path: str", "path: str, n: int = 0"), "major": ("path: str", "n: int")}[move]
+    for version in ("(1, 0)", "(1, 1)", "(2, 0)"):
+        changed = of(BASE.replace(*edit).replace("(1, 0)", version))
+        assert (surface.verdict("gem_x", of(BASE), changed) is None) == (version in accepted), version
+
+
+API = """
+from gem_x.parts import build as build, Report
+from gem_x.interface import Loader
+__all__ = ["IMPLS", "Loader", "Report", "build", "open_all"]
+IMPLS = ("one", "two")
+def open_all(path: str) -> Loader: ...
+def hidden() -> None: ...
+"""
+PARTS = """
+from gem_x.report import Report
+def build(path: str, n: int = 1) -> int: ...
+def other() -> None: ...
+"""
+REPORT = """
+@dataclass(kw_only=True)
+class Report:
+    rows: int
+"""
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A repository with one package gem_x; edit(file, old, new) changes it."""
+    directory = tmp_path / "packages" / "x" / "gem_x"
+    directory.mkdir(parents=True)
+    files = {"interface": BASE, "api": API.replace("build as build", "build"), "parts": PARTS, "report": REPORT}
+    for name, text in files.items():
+        (directory / f"{name}.py").write_text(text)
+
+    def edit(name, old, new):
+        path = directory / f"{name}.py"
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+
+    return edit
+
+
+def run(tmp_path, *, update=False, anew=()):
+    return surface.check(tmp_path, tmp_path / "snapshots", update=update, anew=anew)
+
+
+@pytest.mark.parametrize(
+    ("edit", "move"),
+    [
+        (("parts", "n: int = 1", "n: int = 2"), "major"),
+        (("parts", "n: int = 1", "n: int = 1, m: int = 0"), "minor"),
+        (("report", "rows: int", "rows: int\n    more: int"), "major"),  # handed on twice
+        (("parts", "def other() -> None", "def other(n: int) -> None"), "none"),
+        (("api", "def hidden() -> None", "def hidden(n: int) -> None"), "none"),
+        (("api", '"Loader", ', ""), "major"),
+        (("api", '("one", "two")', '("one", "two", "three")'), "minor"),
+        (("api", '("one", "two")', '("one",)'), "major"),
+    ],
+)
+def test_names_of_the_api_are_followed(package, tmp_path, edit, move):
+    assert run(tmp_path, update=True) == []
+    package(*edit)
+    problems = run(tmp_path)
+    wanted = {
+        "none": [],
+        "minor": ["an addition needs version (1, 1)"],
+        "major": ["breaking change needs version (2, 0)"],
+    }
+    assert len(problems) == len(wanted[move]), problems
+    assert all(words in problem for words, problem in zip(wanted[move], problems, strict=True)), problems
+
+
+def test_a_snapshot_that_is_missing_is_not_simply_written(package, tmp_path):
+    snapshot = tmp_path / "snapshots" / "gem_x.txt"
+    assert run(tmp_path, update=True) == []  # a new package at (1, 0)
+    before = snapshot.read_text()
+    package("interface", "(1, 0)", "(1, 1)")
+    package("interface", "def build", "def more() -> int: ...\ndef build")
+    snapshot.unlink()
+    for update in (False, True):
+        (problem,) = run(tmp_path, update=update)
+        assert "no frozen surface to compare version (1, 1) with" in problem
+        assert not snapshot.exists()
+    snapshot.write_text(before)
+    assert run(tmp_path, update=True) == []
+    assert "def more -> int" in snapshot.read_text()
+    package("interface", "def more", "def less")
+    assert "breaking" in run(tmp_path, update=True)[0]
+    assert run(tmp_path, anew=["gem_x"]) == []
+    assert "def less -> int" in snapshot.read_text()
+
+
+def test_a_first_version_that_was_frozen_before_is_not_simply_written(package, tmp_path):
+    def git(*arguments):
+        own = ("-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", *own, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    assert run(tmp_path, update=True) == []
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    (tmp_path / "snapshots" / "gem_x.txt").unlink()
+    package("interface", "def build", "def open")
+    (problem,) = run(tmp_path, update=True)
+    assert "git checkout -- " in problem
+    assert "--anew gem_x" in problem
+
+
+def test_a_snapshot_without_a_package_and_a_package_that_is_none(package, tmp_path):
+    assert run(tmp_path, update=True) == []
+    (tmp_path / "snapshots" / "gem_gone.txt").write_text("INTERFACE_VERSION = (1, 0)\n")
+    problems = run(tmp_path, anew=["gem_y"])
+    assert len(problems) == 2
+    assert "gem_y: no such package; there are gem_x" in problems[0]
+    assert "gem_gone: frozen, but there is no such package" in problems[1]
