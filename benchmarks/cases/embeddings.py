@@ -1,4 +1,7 @@
-"""Embedding tables: look-up, backward with the fused update, under TorchRec and in the plain reference."""
+"""Embedding tables: look-up, backward with the fused update, under TorchRec and in the plain reference.
+
+Truth of both is `expected_step`: a dozen lines of torch in float64 over whole tables, which share nothing with either.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,23 @@ from cases.counting import count_tensors
 from cases.process_group import ensure_world_of_one
 
 BATCH, ROWS, DIM = 64, 2000, 32
+LEARNING_RATE, EPS = 0.1, 1e-8
 KEYS = ("user", "item", "tags", "views")
+FEATURES = {"user": ("user",), "item": ("item", "views"), "tag": ("tags",)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Tables of the implementation under test, tables of the reference, and a batch of ids."""
+    """Tables of the implementation under test, the weights they must start with, and a batch of ids.
+
+    values, lengths  the ids by feature
+    """
 
     tables: Any
-    reference: Any
+    start: dict[str, Any]
     ids: Any
+    values: dict[str, Any]
+    lengths: dict[str, Any]
     gradients: dict[str, Any]
 
 
@@ -33,9 +43,9 @@ def make(*, shape: str, impl: str) -> Inputs:
 
     ensure_world_of_one()
     specs = (
-        TableSpec(name="user", rows=ROWS, dim=DIM, features=("user",)),
-        TableSpec(name="item", rows=ROWS, dim=DIM, features=("item", "views")),
-        TableSpec(name="tag", rows=ROWS, dim=DIM, features=("tags",), pooling="mean"),
+        TableSpec(name="user", rows=ROWS, dim=DIM, features=FEATURES["user"]),
+        TableSpec(name="item", rows=ROWS, dim=DIM, features=FEATURES["item"]),
+        TableSpec(name="tag", rows=ROWS, dim=DIM, features=FEATURES["tag"], pooling="mean"),
     )
     generator = torch.Generator().manual_seed(2)
     many = torch.arange(BATCH)[torch.randperm(BATCH, generator=generator)]
@@ -46,11 +56,14 @@ def make(*, shape: str, impl: str) -> Inputs:
         keys=list(KEYS), values=torch.cat(list(values.values())), lengths=torch.cat(list(lengths.values()))
     )
     rows = {"tags": BATCH, "views": len(values["views"])}
-    build = partial(build_tables, specs, optimizer=RowWiseAdagrad(lr=0.1), seed=3)
+    build = partial(build_tables, specs, optimizer=RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS), seed=3)
+    start = build(impl="reference").table_state()
     return Inputs(
         tables=build(impl=impl),
-        reference=build(impl="reference"),
+        start={table: tensors["weight"] for table, tensors in start.items()},
         ids=ids,
+        values=values,
+        lengths=lengths,
         gradients={key: torch.randn(rows.get(key, BATCH), DIM, generator=generator) for key in KEYS},
     )
 
@@ -68,18 +81,44 @@ def train(tables: Any, inputs: Inputs) -> dict[str, Any]:
     return {key: value.detach() for key, value in out.items()}
 
 
-def check(inputs: Inputs, result: dict[str, Any]) -> None:
-    """The same vectors, and after the update the same weights and moments, as the reference."""
+def expected_step(inputs: Inputs, weights: dict[str, Any], moments: dict[str, Any]) -> dict[str, Any]:
+    """The vectors of every feature, and row-wise AdaGrad on weights (ROWS, DIM) and moments (ROWS,), in place."""
     import torch
 
-    expected = train(inputs.reference, inputs)
-    for key in KEYS:
-        torch.testing.assert_close(result[key], expected[key], rtol=1e-5, atol=1e-7)
-    state, expected_state = inputs.tables.table_state(), inputs.reference.table_state()
-    assert state.keys() == expected_state.keys()
-    for table, tensors in expected_state.items():
-        for name, tensor in tensors.items():
-            torch.testing.assert_close(state[table][name], tensor, rtol=1e-5, atol=1e-7)
+    out = {}
+    for table, features in FEATURES.items():
+        total = torch.zeros_like(weights[table])
+        for feature in features:
+            values, lengths, grad = inputs.values[feature], inputs.lengths[feature], inputs.gradients[feature].double()
+            out[feature] = weights[table][values]
+            if feature == "tags":  # the mean of a row's vectors, zeros for a row without any
+                row = torch.repeat_interleave(torch.arange(BATCH), lengths)
+                share = lengths.clamp(min=1).double()[:, None]
+                out[feature] = torch.zeros(BATCH, DIM).double().index_add_(0, row, out[feature]) / share
+                grad = (grad / share)[row]
+            total.index_add_(0, values, grad)
+        moments[table] += (total**2).mean(1)
+        weights[table] -= LEARNING_RATE * total / (moments[table].sqrt() + EPS)[:, None]
+    return out
+
+
+def check(inputs: Inputs, result: dict[str, Any]) -> None:
+    """The vectors, weights and moments of two steps: in the second, moments add to those of the first."""
+    import torch
+
+    weights = {table: weight.double() for table, weight in inputs.start.items()}
+    moments = {table: torch.zeros(ROWS).double() for table in weights}
+    for step in (1, 2):
+        expected = expected_step(inputs, weights, moments)
+        got = result if step == 1 else train(inputs.tables, inputs)
+        assert got.keys() == expected.keys()
+        for key in KEYS:
+            torch.testing.assert_close(got[key].double(), expected[key], rtol=1e-5, atol=1e-7)
+    state = inputs.tables.table_state()
+    assert state.keys() == weights.keys()
+    for table, tensors in state.items():
+        torch.testing.assert_close(tensors["weight"].double(), weights[table], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(tensors["momentum"].double(), moments[table], rtol=1e-5, atol=1e-7)
 
 
 CASES = tuple(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
 
+import gem_embeddings.reference
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -104,9 +107,46 @@ def spoil_exchange(batch):
     return batch
 
 
+def spoil_numbers(decoded):
+    decoded[3] += decoded[3].abs().amax() * 0.01
+    return decoded
+
+
+def spoil_layout(placed):
+    """Two ranks of different hosts change places in the groups of experts."""
+    first, second, *others = placed.groups["expert"]
+    swapped = (first[:-1] + second[-1:], second[:-1] + first[-1:], *others)
+    return dataclasses.replace(placed, groups={**placed.groups, "expert": swapped})
+
+
+def spoil_snapshot(taken):
+    next(value for key, value in taken.tensors.items() if key.startswith("dense")).view(-1)[0] += 1e-6
+    return taken
+
+
+def spoil_synthetic(data):
+    """One event of one row becomes another item."""
+    return dataclasses.replace(data, eval=with_column(data.eval, "stream.ads.item", lambda values: values + 1))
+
+
+def with_column(table, name, change):
+    """The table with the values (of lists: the elements) of a column changed."""
+    column = table.column(name).combine_chunks()
+    if not pa.types.is_list(column.type):
+        values = pa.array(change(column.to_numpy()), column.type)
+    else:
+        elements = pa.array(change(column.flatten().to_numpy()), column.type.value_type)
+        values = pa.ListArray.from_arrays(column.offsets, elements)
+    return table.set_column(table.column_names.index(name), name, values)
+
+
 @pytest.mark.parametrize(
     ("name", "spoil"),
     [
+        ("comm.codec_fp8_ragged", spoil_numbers),
+        ("comm.codec_int8_ragged", spoil_numbers),
+        ("comm.codec_int8_uniform", spoil_numbers),
+        ("comm.layout_4096", spoil_layout),
         ("attention.hstu_eager_ragged", spoil_first),
         ("attention.softmax_eager_uniform", spoil_last),
         ("attention.gdpa_eager_ragged", spoil_last),
@@ -118,12 +158,16 @@ def spoil_exchange(batch):
         ("data.base_batch_order", spoil_order),
         ("data.exchange_ragged", spoil_exchange),
         ("datasets.synthetic_ragged", lambda data: dataclasses.replace(data, train=data.train.slice(1))),
+        ("datasets.synthetic_ragged", spoil_synthetic),
         ("embeddings.train_reference_ragged", spoil_vectors),
+        ("embeddings.train_torchrec_ragged", spoil_vectors),
+        ("embeddings.train_torchrec_uniform", spoil_vectors),
         ("pipelines.auc", spoil_auc),
         ("pipelines.auc", spoil_gauc),
         ("pipelines.checkpoint", spoil_checkpoint),
         ("pipelines.checkpoint_hash", lambda hashes: hashes[::-1]),
         ("pipelines.checkpoint_incremental", lambda result: (False, result[1])),
+        ("pipelines.checkpoint_snapshot", spoil_snapshot),
         ("pipelines.gradient_check", lambda largest: largest * 1.0001),
         ("pipelines.ledger", spoil_ledger),
         ("pipelines.validation_ragged", lambda totals: dataclasses.replace(totals, rows=totals.rows - 1)),
@@ -137,6 +181,93 @@ def test_checks_bite(name, spoil):
     inputs = case.make()
     with pytest.raises(AssertionError):
         case.check(inputs, spoil(case.run(inputs)))
+
+
+def test_a_generator_of_nothing_is_caught():
+    """Streams without events, and no id and no label but 0: in the right order, of the right count, strictly earlier."""
+    case = find("datasets.synthetic_ragged")
+    data = case.run(case.make())
+
+    def emptied(table):
+        for name in table.column_names:
+            column = table.column(name)
+            if name.startswith("stream."):
+                empty = pa.ListArray.from_arrays([0] * (len(table) + 1), pa.array([], column.type.value_type))
+                table = table.set_column(table.column_names.index(name), name, empty)
+            elif name.startswith(("label.", "id.")):
+                table = with_column(table, name, lambda values: values * 0)
+        return table
+
+    with pytest.raises(AssertionError, match="not one event a row"):
+        case.check(case.make(), dataclasses.replace(data, train=emptied(data.train), eval=emptied(data.eval)))
+    still = with_column(with_column(data.train, "label.click", lambda x: x * 0), "id.item", lambda x: x * 0)
+    with pytest.raises(AssertionError, match=r"train: not the columns of this seed: id\.item, label\.click$"):
+        case.check(case.make(), dataclasses.replace(data, train=still))
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_a_codec_that_states_its_own_loss_is_caught(codec):
+    """Five bits instead of eight, with the bound of five: the bound of the format decides."""
+
+    class FiveBits:
+        name = codec
+
+        def encode(self, x_RD):
+            self.scale_R1 = x_RD.abs().amax(1, keepdim=True).clamp_min(1e-30) / 15
+            return (x_RD / self.scale_R1).round()
+
+        def decode(self, numbers_RD, columns):
+            return numbers_RD * self.scale_R1
+
+        def error_bound(self, x_RD):
+            return self.scale_R1 * 0.51
+
+    case = find(f"comm.codec_{codec}_ragged")
+    inputs = {**case.make(), "codec": FiveBits()}
+    with pytest.raises(AssertionError, match=rf"{codec}: \d+ of 524288 numbers are beyond the bound of its format"):
+        case.check(inputs, case.run(inputs))
+
+
+@pytest.mark.parametrize("impl", ["reference", "torchrec"])
+def test_a_wrong_reference_of_tables_is_caught(monkeypatch, impl):
+    """Half a percent of the learning rate: seen where the reference itself is measured; TorchRec does not lean on it."""
+    right = gem_embeddings.reference.rowwise_adagrad_
+
+    def wrong(*arguments, lr, eps):
+        right(*arguments, lr=lr * 1.005, eps=eps)
+
+    monkeypatch.setattr(gem_embeddings.reference, "rowwise_adagrad_", wrong)
+    case = find(f"embeddings.train_{impl}_ragged")
+    if impl == "torchrec":
+        prepare(case)
+        return
+    with pytest.raises(AssertionError, match="not close"):
+        prepare(case)
+
+
+def test_two_ranks_must_train_what_one_does():
+    """The check of the two processes, on losses that one process had."""
+    case, step = find("pipelines.step_two_ranks_ragged"), find("pipelines.step_ragged")
+    inputs = step.make()
+    losses = [step.run(inputs)["loss"] for _ in range(3)]
+    case.check({}, {"losses": losses})
+    for wrong in range(3):
+        with pytest.raises(AssertionError):
+            case.check({}, {"losses": [loss * (1.0001 if k == wrong else 1) for k, loss in enumerate(losses)]})
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_every_result_of_the_axes_is_compared():
+    case = find("comm.axes")
+    result = case.run({})
+    case.check({}, result)
+    for rank in range(4):
+        for name in ("gathered", "reduced", "coded", "total"):
+            wrong = copy.deepcopy(result)
+            wrong["ranks"][rank][name][0][0] += 2.0
+            with pytest.raises(AssertionError):
+                case.check({}, wrong)
 
 
 def test_nothing_is_measured_after_a_failed_check():
