@@ -127,7 +127,7 @@ CASES = (
             check=check_division,
             count=count_tensors,
             formula=partial(unevenness, method=method),
-            repeat=10,
+            repeat=40,
         )
         for method in ("lpt", "kk")
     ),

@@ -184,7 +184,7 @@ def test_checks_bite(name, spoil):
 
 
 def test_a_generator_of_nothing_is_caught():
-    """Streams without events, and no id and no label but 0: in the right order, of the right count, strictly earlier."""
+    """Streams without events, no id and no label but 0: of the right count and in the right order."""
     case = find("datasets.synthetic_ragged")
     data = case.run(case.make())
 
@@ -230,7 +230,7 @@ def test_a_codec_that_states_its_own_loss_is_caught(codec):
 
 @pytest.mark.parametrize("impl", ["reference", "torchrec"])
 def test_a_wrong_reference_of_tables_is_caught(monkeypatch, impl):
-    """Half a percent of the learning rate: seen where the reference itself is measured; TorchRec does not lean on it."""
+    """Half a percent of the learning rate is seen where the reference is measured; TorchRec does not lean on it."""
     right = gem_embeddings.reference.rowwise_adagrad_
 
     def wrong(*arguments, lr, eps):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +65,7 @@ def partition(
     values = np.asarray(loads, dtype=np.float64)
     if values.size and not (np.isfinite(values).all() and values.min() >= 0):
         raise ValueError("loads: expected finite numbers >= 0")
-    rows = _karmarkar_karp(values, parts, counts) if method == "kk" else _lpt(values, parts, counts)
+    rows: Sequence[Any] = (_karmarkar_karp if method == "kk" else _lpt)(values, parts, counts)
     return tuple(np.sort(np.asarray(part, dtype=np.int64)) for part in rows)
 
 
@@ -86,38 +87,50 @@ def _lpt(loads: Float64, parts: int, counts: str) -> list[list[int]]:
     return found
 
 
-def _karmarkar_karp(loads: Float64, parts: int, counts: str) -> list[list[int]]:
-    """A state is a division of some rows into `parts` groups; the two widest are merged, heaviest with lightest."""
-    order = np.argsort(-loads, kind="stable").tolist()
-    if counts == "equal":
-        # Tuples of `parts` rows, one a group; the last is filled up with rows of no load that are dropped again.
-        order += [-1] * (-len(order) % parts)
-        seeds = [[[row] for row in order[start : start + parts]] for start in range(0, len(order), parts)]
-    else:
-        seeds = [[[row], *([] for _ in range(parts - 1))] for row in order]
-    heap: list[tuple[float, int, list[float], list[list[int]]]] = []
-    for number, groups in enumerate(seeds):
-        sums = [sum(float(loads[row]) for row in group if row >= 0) for group in groups]
-        heapq.heappush(heap, (-(max(sums) - min(sums)), number, sums, groups))
-    if not heap:
-        return [[] for _ in range(parts)]
-    number = len(seeds)
+def _karmarkar_karp(loads: Float64, parts: int, counts: str) -> list[Int64]:
+    """A state is a division of some rows into `parts` groups; the two widest are merged, heaviest with lightest.
+
+    Of a state only the sums of its groups are kept, and of a merge which groups met; who is where is read back from the
+    last merge to the first. Lists of the rows themselves were some 30,000 new containers a call for 64 parts of 256
+    rows: they set off full collections of garbage, each ten times as long as the call where torch is loaded.
+    """
+    order = np.argsort(-loads, kind="stable")
+    seed_rows = parts if counts == "equal" else 1  # equal counts: tuples of one row a group, the last with gaps
+    seeds = -(-len(order) // seed_rows)
+    if not seeds:
+        return [np.empty(0, np.int64)] * parts
+    filled = np.zeros(seeds * seed_rows)
+    filled[: len(order)] = loads[order]
+    sums_SP = np.zeros((seeds, parts))
+    sums_SP[:, :seed_rows] = filled.reshape(seeds, seed_rows)
+    sums = list(sums_SP)
+    merges: list[tuple[int, Int64, int, Int64]] = []
+    heap = [(-width, number) for number, width in enumerate((sums_SP.max(1) - sums_SP.min(1)).tolist())]
+    heapq.heapify(heap)
     while len(heap) > 1:
-        (_, _, left, left_rows), (_, _, right, right_rows) = heapq.heappop(heap), heapq.heappop(heap)
-        heavy = sorted(range(parts), key=lambda part: -left[part])
-        light = sorted(range(parts), key=lambda part: right[part])
-        sums = [left[a] + right[b] for a, b in zip(heavy, light, strict=True)]
-        groups = [left_rows[a] + right_rows[b] for a, b in zip(heavy, light, strict=True)]
-        heapq.heappush(heap, (-(max(sums) - min(sums)), number, sums, groups))
-        number += 1
-    groups = [[row for row in group if row >= 0] for group in heap[0][3]]
+        (_, left), (_, right) = heapq.heappop(heap), heapq.heappop(heap)
+        heavy, light = np.argsort(-sums[left], kind="stable"), np.argsort(sums[right], kind="stable")
+        merged = sums[left][heavy] + sums[right][light]
+        heapq.heappush(heap, (float(merged.min() - merged.max()), len(sums)))
+        sums.append(merged)
+        merges.append((left, heavy, right, light))
+    group_SP = np.empty((len(sums), parts), np.int64)
+    group_SP[-1] = np.arange(parts)
+    for number in reversed(range(len(merges))):
+        left, heavy, right, light = merges[number]
+        group_SP[left, heavy] = group_SP[right, light] = group_SP[seeds + number]
+    group_of_row = np.empty(len(order), np.int64)
+    group_of_row[order] = group_SP[:seeds, :seed_rows].reshape(-1)[: len(order)]
+    sizes = np.bincount(group_of_row, minlength=parts)
+    groups = np.split(np.argsort(group_of_row, kind="stable"), np.cumsum(sizes)[:-1])
     if counts == "free":
         return groups
     # Every group has one row of every tuple, so counts differ by one at most, as those of a plain cut do.
     wanted = _capacities(len(loads), parts)
     places = sorted(range(parts), key=lambda part: -wanted[part])
-    by_size = sorted(groups, key=lambda group: -len(group))
-    return [group for _, group in sorted(zip(places, by_size, strict=True))]
+    by_size = sorted(range(parts), key=lambda part: -len(groups[part]))
+    placed = dict(zip(places, by_size, strict=True))
+    return [groups[placed[part]] for part in range(parts)]
 
 
 def base_batch_order(
