@@ -26,6 +26,8 @@ from typing import Any
 
 from timing import cpu_clock
 
+ROUNDS = 4
+"""Processes that the gate takes of each side; each makes `Case.repeat` calls."""
 READY, FAILED = b"+", b"-"
 TIME = struct.Struct("d")
 
@@ -65,13 +67,13 @@ class Companion:
         try:
             os.write(self._ask, b"r")
         except BrokenPipeError:
-            raise RuntimeError("the base's process is dead") from None
+            raise RuntimeError("the base's process died") from None
         status = os.read(self._answer, 1)
         if status == FAILED:
             raise RuntimeError(f"the base failed in a call:\n{self._rest().strip()}")
         answer = os.read(self._answer, TIME.size)  # written with its status at once, so it is here
         if status != READY or len(answer) != TIME.size:
-            raise RuntimeError("the base's process died in a call")
+            raise RuntimeError("the base's process died")
         return float(TIME.unpack(answer)[0])
 
     def _rest(self) -> str:

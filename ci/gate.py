@@ -13,44 +13,55 @@ Exit code 0: nothing regressed (improvements are named, with how to record them)
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
+import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 from gate_asv import RESULTS, ROOT, GateError
 from gate_compare import Move, compare, failed, summary, table
+from gate_expected import select
 from gate_limits import read_limits
+from gate_times import ROUNDS
 
 LIMITS = ROOT / "ci" / "limits.toml"
 COUNTERS = RESULTS / "counters.json"
-HINT = "Improved: keep it by recording it:   python ci/gate.py record   (then commit benchmarks/results)"
+RECORD = "python ci/gate.py record"
+EMPTY: Mapping[str, Mapping[str, str]] = {}
+HINTS = {
+    "new": f"New: not gated until recorded:   {RECORD}",
+    "added": f"Added: the record of the case does not have this figure. Meant? Then record:   {RECORD}",
+    "improved": f"Improved: keep it by recording it:   {RECORD}   (then commit benchmarks/results)",
+    "gone": "Gone: a figure of the record is no longer taken. Meant? Then record.",
+}
 
 
-def report(moves: list[Move], *, unit: str, verbose: bool) -> int:
-    """Print the table; 1 if the gate fails."""
+def report(moves: list[Move], *, unit: str, verbose: bool, left_out: Mapping[str, Mapping[str, str]] = EMPTY) -> int:
+    """Print the table and, by kind, what is left out of it and why; 1 if the gate fails."""
 
     def text(value: float) -> str:
         return f"{value:,.0f}" if unit == "count" else f"{value:.3f} x"
 
-    shown = table(moves, unit=text, show_same=verbose)
-    print(*([shown] if shown else []), summary(moves), sep="\n")
-    if any(move.verdict == "new" for move in moves):
-        print("New: not gated until recorded:   python ci/gate.py record")
-    if any(move.verdict == "improved" for move in moves):
-        print(HINT)
-    if any(move.verdict == "gone" for move in moves):
-        print("Gone: a figure of the record is no longer taken. Meant? Then record.")
+    if shown := table(moves, unit=text, show_same=verbose):
+        print(shown)
+    for kind, reasons in left_out.items():
+        for name, reason in reasons.items():
+            print(f"{kind}: {name}: {reason}")
+    print(summary(moves), *(f"{len(reasons)} {kind}" for kind, reasons in left_out.items() if reasons), sep=", ")
+    for verdict, hint in HINTS.items():
+        if any(move.verdict == verdict for move in moves):
+            print(hint)
     return 1 if failed(moves) else 0
 
 
 def counters(arguments: argparse.Namespace) -> int:
     """Take all counters of this tree and compare them with the record."""
-    from gate_counters import flatten, read_record, take
+    from gate_counters import compare_counters, read_record, take
 
+    select(arguments.cases)
     recorded = read_record(Path(arguments.record), arguments.cases)
-    head = flatten(take(arguments.cases))
-    moves = compare(flatten(recorded), head, read_limits(LIMITS).of_counter)
+    moves = compare_counters(recorded, take(arguments.cases), read_limits(LIMITS).of_counter)
     return report(moves, unit="count", verbose=arguments.verbose)
 
 
@@ -59,13 +70,16 @@ def times(arguments: argparse.Namespace) -> int:
     from gate_times import compare_commits, estimates, newest_recorded_ancestor, warn_about_uncommitted
 
     repo = Path(arguments.repo).resolve()
+    limits = read_limits(LIMITS)
     base = arguments.base or os.environ.get("GATE_BASE") or newest_recorded_ancestor(repo)
     warn_about_uncommitted(repo)
-    base_samples, head_samples = compare_commits(
-        repo, base, arguments.head, cases=arguments.cases, rounds=arguments.rounds
-    )
-    moves = compare(estimates(base_samples), estimates(head_samples), read_limits(LIMITS).of_time)
-    return report(moves, unit="calls of the base", verbose=True)
+    found = compare_commits(repo, base, arguments.head, cases=arguments.cases, rounds=arguments.rounds)
+    moves = compare(estimates(found.base), estimates(found.head), limits.of_time)
+    left_out = {"not compared": found.not_compared, "lost": found.lost}
+    code = report(moves, unit="calls of the base", verbose=True, left_out=left_out)
+    if found.lost and not code:
+        raise GateError(f"{len(found.lost)} cases have no time, or not all of it: {', '.join(found.lost)}")
+    return code
 
 
 def noise(arguments: argparse.Namespace) -> int:
@@ -82,8 +96,10 @@ def noise(arguments: argparse.Namespace) -> int:
 def record(arguments: argparse.Namespace) -> int:
     """Write the counters of this tree and, unless --counters-only, the times of HEAD on this machine."""
     from gate_counters import record_counters
-    from gate_times import record_times
+    from gate_times import record_times, warn_about_uncommitted
 
+    if not arguments.counters_only:
+        warn_about_uncommitted(ROOT)
     record_counters(COUNTERS)
     written = [COUNTERS] if arguments.counters_only else [COUNTERS, *record_times()]
     print("recorded; commit:", *(str(path.relative_to(ROOT)) for path in written))
@@ -112,11 +128,11 @@ def main(given: list[str] | None = None) -> int:
     two.add_argument("--base", help="commit; default GATE_BASE, then the newest ancestor with recorded results")
     two.add_argument("--head", default="HEAD")
     two.add_argument("--repo", default=str(ROOT), help="repository whose commits are measured")
-    two.add_argument("--rounds", type=int, help="interleaved rounds (default: as in benchmarks/suites)")
+    two.add_argument("--rounds", type=int, default=ROUNDS, help="interleaved rounds")
     three = commands.add_parser("noise")
     three.add_argument("--cases", default=".*", help="regular expression of case names")
     three.add_argument("--runs", type=int, default=3, help="comparisons of equal commits")
-    three.add_argument("--rounds", type=int, default=4, help="interleaved rounds; as many as the gate takes")
+    three.add_argument("--rounds", type=int, default=ROUNDS, help="interleaved rounds; as many as the gate takes")
     four = commands.add_parser("record")
     four.add_argument("--counters-only", action="store_true")
     five = commands.add_parser("publish")
@@ -126,8 +142,12 @@ def main(given: list[str] | None = None) -> int:
     arguments = parser.parse_args(given)
     try:
         code = globals()[arguments.command](arguments)
-    except (GateError, ValueError, json.JSONDecodeError) as error:
+    except (GateError, ValueError) as error:
         print(f"gate: {error}", file=sys.stderr)
+        return 2
+    except Exception:  # whatever it is, it is no regression: exit code 1 must mean one
+        traceback.print_exc()
+        print("gate: the gate itself failed", file=sys.stderr)
         return 2
     return int(code)
 

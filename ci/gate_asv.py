@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 SCRATCH = BENCHMARKS / "env" / "gate"
+CHECKOUT = SCRATCH / "base"
+REASONS = SCRATCH / "reasons"
 LAUNCH = ("--launch-method", "forkserver")
 """Benchmarks are forked from a process that has loaded what they all need (suites/__init__.py): seconds each, often."""
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
@@ -107,24 +109,31 @@ def git(*arguments: str, repo: Path = ROOT) -> str:
     return done.stdout.strip()
 
 
-def continuous(workplace: Workplace, base: str, head: str, *, cases: str, rounds: int | None = None) -> None:
+def pattern_of(names: Iterable[str], attribute: str) -> str:
+    """What asv's --bench must be to select exactly these cases."""
+    return f"^({'|'.join(map(re.escape, names))})\\.{attribute}"
+
+
+def continuous(workplace: Workplace, base: str, head: str, *, names: Iterable[str], rounds: int) -> None:
     """`asv continuous`, its rounds interleaved (base head, head base, ...), samples kept; fills workplace.results.
 
     The suites find a checkout of the base in GEMLINE_BASE and measure in multiples of its calls (see companion.py for
     why interleaved rounds alone do not suffice). asv's own verdict (one factor for all) is not used: ours needs a ratio
-    per case, and reads the samples it stored.
+    per case, and reads the samples it stored. Nor is its exit code: 2 says that something failed, but 0 does not say
+    that all was measured, so the caller counts samples (gate_expected.py).
     """
-    shutil.rmtree(workplace.results, ignore_errors=True)
-    checkout = SCRATCH / "base"
-    export(workplace.repo, base, checkout)
-    options = ["--attribute", f"rounds={rounds}"] if rounds else []
+    for folder in (workplace.results, REASONS):
+        shutil.rmtree(folder, ignore_errors=True)
+    REASONS.mkdir(parents=True)
+    export(workplace.repo, base, CHECKOUT)
     asv(
         workplace,
         *("continuous", *LAUNCH, "--interleave-rounds", "--record-samples", "--show-stderr"),
-        *("--machine", write_machine()),
-        *("--bench", f"^({cases})\\.time_cpu$", *options, base, head),
+        *("--machine", write_machine(), "--attribute", f"rounds={rounds}"),
+        *("--bench", pattern_of(names, "time_cpu$"), base, head),
         allowed=(0, 1, 2),
-        GEMLINE_BASE=str(checkout),
+        GEMLINE_BASE=str(CHECKOUT),
+        GEMLINE_REASONS=str(REASONS),
     )
 
 
@@ -132,8 +141,10 @@ def export(repo: Path, commit: str, target: Path) -> None:
     """The files of a commit, without its history, in a fresh folder."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    archive = subprocess.run(["git", "archive", commit], cwd=repo, capture_output=True, check=True).stdout
-    subprocess.run(["tar", "-x", "-C", str(target)], input=archive, check=True)
+    archive = target.with_suffix(".tar")
+    git("archive", "--output", str(archive), commit, repo=repo)
+    subprocess.run(["tar", "-x", "-C", str(target), "-f", str(archive)], check=True)
+    archive.unlink()
 
 
 def result_files(results: Path) -> list[Path]:

@@ -5,6 +5,7 @@ A figure is a cost: larger is worse. With base b, head h and limit r > 1:
     regressed   h > b * r          improved   h < b / r          same   otherwise
     new         no base            gone       no head: a case or counter that vanished fails as a regression does,
                                               since a figure that is not taken cannot regress
+    added       no base, of a case that has other figures in the record: fails, since nobody has seen what it costs
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["regressed", "improved", "same", "new", "gone"]
-FAILING = ("regressed", "gone")
+Verdict = Literal["regressed", "improved", "same", "new", "gone", "added"]
+FAILING = ("regressed", "gone", "added")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,11 @@ class Move:
 
 def judge(base: float | None, head: float | None, limit: float) -> Verdict:
     """The rule above, for one figure."""
-    if limit <= 1:
-        raise ValueError(f"a limit is a ratio above 1, got {limit}")
+    if not (math.isfinite(limit) and limit > 1):
+        raise ValueError(f"a limit is a finite ratio above 1, got {limit}")
+    for value in (base, head):
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"a figure is a finite number, got {value}: it was not measured")
     if base is None:
         return "new"
     if head is None:
@@ -57,7 +61,10 @@ def compare(base: Mapping[str, float], head: Mapping[str, float], limit_of: Call
     moves = []
     for key in keys:
         b, h, limit = base.get(key), head.get(key), limit_of(key)
-        moves.append(Move(key=key, base=b, head=h, limit=limit, verdict=judge(b, h, limit)))
+        try:
+            moves.append(Move(key=key, base=b, head=h, limit=limit, verdict=judge(b, h, limit)))
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
     return moves
 
 
@@ -71,7 +78,7 @@ def table(moves: list[Move], *, unit: Callable[[float], str], show_same: bool = 
     shown = [move for move in moves if show_same or move.verdict != "same"]
     if not shown:
         return ""
-    order = ("regressed", "gone", "new", "improved", "same")
+    order = ("regressed", "gone", "added", "new", "improved", "same")
     shown.sort(key=lambda move: (order.index(move.verdict), -move.ratio if move.ratio == move.ratio else 0))
     width = max(len(move.key) for move in shown)
     lines = [f"{'verdict':<10} {'case':<{width}} {'base':>14} {'head':>14} {'ratio':>7} {'limit':>7}"]

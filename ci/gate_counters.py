@@ -13,13 +13,18 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from gate_asv import BENCHMARKS, THREADS, GateError
+from gate_compare import Move, compare
+from gate_expected import select
 
 KERNELS = "kernels"
+BY_AXIS = ("collectives.", "collective_bytes.")
 PINNED = ("torch", "torchrec", "triton")
 
 Counters = dict[str, dict[str, int]]
@@ -41,11 +46,7 @@ def take(pattern: str = ".*") -> Counters:
 
     Compiling the kernels takes as long as all the rest, so it is done beside it, in a process of its own.
     """
-    if str(BENCHMARKS) not in sys.path:
-        sys.path.insert(0, str(BENCHMARKS))
-    from cases import all_cases
-
-    names = [case.name for case in all_cases() if re.search(pattern, case.name)]
+    names = [case.name for case in select(pattern)]
     if not any(name.startswith(f"{KERNELS}.") for name in names):
         taken, wrong = take_here(pattern, KERNELS, inverted=True)
         more, more_wrong = {}, []
@@ -87,6 +88,32 @@ def take_here(pattern: str, package: str, *, inverted: bool) -> tuple[Counters, 
 def flatten(counters: Counters) -> dict[str, float]:
     """{"case": {"ops": 3}} -> {"case/ops": 3}."""
     return {f"{case}/{name}": value for case, figures in counters.items() for name, value in figures.items()}
+
+
+def compare_counters(recorded: Counters, head: Counters, limit_of: Callable[[str], float]) -> list[Move]:
+    """Every counter of either side.
+
+    Counters by mesh axis exist only where something is sent, so one that a side of a recorded case has not is 0 there.
+    Any other counter that a recorded case has not is "added", and fails until it is recorded.
+
+    >>> compare_counters({"a": {"ops": 5}}, {"a": {"ops": 5, "collectives.shard": 2}}, lambda key: 1.02)[1].verdict
+    'regressed'
+    """
+    both = [with_zeros(side, of=(recorded, head)) for side in (recorded, head)]
+    moves = compare(*map(flatten, both), limit_of)
+    return [
+        replace(move, verdict="added") if move.verdict == "new" and move.key.partition("/")[0] in recorded else move
+        for move in moves
+    ]
+
+
+def with_zeros(side: Counters, *, of: tuple[Counters, Counters]) -> Counters:
+    """One side of a comparison, with 0 for the counters by mesh axis that only the other side's case has."""
+    filled = {}
+    for case, figures in side.items():
+        names = {name: None for other in of for name in other.get(case, {}) if name.startswith(BY_AXIS)}
+        filled[case] = {**figures, **{name: 0 for name in names if name not in figures}}
+    return filled
 
 
 def read_record(path: Path, pattern: str = ".*") -> Counters:

@@ -39,20 +39,29 @@ class Limits:
         return self.times.get(case, self.default_times)
 
 
+def is_ratio(value: object) -> bool:
+    """Whether this can be a limit: a finite number above 1 (inf and nan would let everything pass)."""
+    return isinstance(value, int | float) and math.isfinite(value) and value > 1
+
+
 def read_limits(path: Path) -> Limits:
     """Read and check the file; ValueError names the entry without a ratio above 1 or without a reason."""
     tree = tomllib.loads(path.read_text())
+    default = tree.get("default", {})
+    for section in ("counters", "times"):
+        if not is_ratio(default.get(section)):
+            raise ValueError(f"{path.name}: default.{section} must be a ratio above 1, is {default.get(section)}")
     for section in ("counters", "times"):
         for key, entry in tree.get(section, {}).items():
-            if not (isinstance(entry.get("ratio"), int | float) and entry["ratio"] > 1 and entry.get("reason")):
+            if not (is_ratio(entry.get("ratio")) and entry.get("reason")):
                 raise ValueError(f"{path.name}: {section}.{key!r} needs a ratio above 1 and a reason, has {entry}")
     ratios = {
         section: {key: float(entry["ratio"]) for key, entry in tree.get(section, {}).items()}
         for section in ("counters", "times")
     }
     return Limits(
-        default_counters=float(tree["default"]["counters"]),
-        default_times=float(tree["default"]["times"]),
+        default_counters=float(default["counters"]),
+        default_times=float(default["times"]),
         counters=ratios["counters"],
         times=ratios["times"],
     )
@@ -85,7 +94,7 @@ def ratio_from_noise(noise: Noise) -> tuple[float, str]:
     comparisons, and noise of a shared machine has longer tails than the normal law.
 
     >>> ratio_from_noise(Noise(seen=[1.0, 1.01, 0.99, 1.005]))
-    (1.038, '4 comparisons of equal code: deviation 0.75%, largest 1.01%')
+    (1.039, '4 comparisons of equal code: deviation 0.75%, largest 1.01%')
     """
     logs = [math.log(ratio) for ratio in (*noise.seen, *noise.drawn)]
     deviation = math.sqrt(statistics.fmean(log * log for log in logs))

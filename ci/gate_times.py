@@ -7,8 +7,8 @@ commits are installed one after the other into one environment.
 
 from __future__ import annotations
 
+import math
 import random
-import re
 import statistics
 import sys
 import tempfile
@@ -16,7 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gate_asv import (
+    BENCHMARKS,
+    CHECKOUT,
     LAUNCH,
+    REASONS,
     RESULTS,
     ROOT,
     SCRATCH,
@@ -25,14 +28,19 @@ from gate_asv import (
     asv,
     continuous,
     git,
+    load,
     merge,
+    pattern_of,
     result_files,
     samples_of,
     write_machine,
 )
+from gate_expected import Comparison, Samples, reasons_in, select, select_timed, sort_out, versions_at
 from gate_limits import Noise
 
-Samples = dict[str, list[float]]
+if str(BENCHMARKS) not in sys.path:
+    sys.path.insert(0, str(BENCHMARKS))
+from companion import ROUNDS
 
 
 def newest_recorded_ancestor(repo: Path) -> str:
@@ -41,29 +49,52 @@ def newest_recorded_ancestor(repo: Path) -> str:
     for commit in git("rev-list", "--skip=1", "HEAD", repo=repo).split():
         if commit[:8] in recorded:
             return commit
-    raise GateError("no ancestor of HEAD has recorded results: name a base, e.g. GATE_BASE=main~1")
+    raise GateError("no ancestor of HEAD has recorded results: name a base, e.g. GATE_BASE=main~1" + shallowness(repo))
+
+
+def shallowness(repo: Path) -> str:
+    """What to know of a clone without its whole history; "" of another."""
+    if git("rev-parse", "--is-shallow-repository", repo=repo) != "true":
+        return ""
+    count = git("rev-list", "--count", "HEAD", repo=repo)
+    return (
+        f"; this clone is shallow, with {count} commit(s) of its history: fetch the rest with "
+        "  git fetch --unshallow   (in CI: a checkout of full depth)"
+    )
+
+
+def commit_of(name: str, repo: Path) -> str:
+    """The hash of a named commit."""
+    try:
+        return git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}", repo=repo)
+    except GateError:
+        raise GateError(f"there is no commit {name!r}" + shallowness(repo)) from None
 
 
 def warn_about_uncommitted(repo: Path) -> None:
-    """asv measures commits; say so where the tree has more."""
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "packages", "pipelines", "datasets", repo=repo)
+    """asv measures commits; say so where the tree has more, new files included."""
+    changed = git(
+        "status", "--porcelain", "--untracked-files=all", "--", "packages", "pipelines", "datasets", repo=repo
+    )
     if changed:
-        print("gate: uncommitted changes are not measured:\n" + changed, file=sys.stderr)
+        print("gate: uncommitted changes are not in the times:\n" + changed, file=sys.stderr)
 
 
-def compare_commits(
-    repo: Path, base: str, head: str, *, cases: str = ".*", rounds: int | None = None
-) -> tuple[Samples, Samples]:
-    """(case -> samples at base, the same at head), in multiples of a call of the base made beside each."""
-    base, head = (git("rev-parse", f"{name}^{{commit}}", repo=repo) for name in (base, head))
+def compare_commits(repo: Path, base: str, head: str, *, cases: str = ".*", rounds: int = ROUNDS) -> Comparison:
+    """The samples of both sides, in multiples of a call of the base made beside each, of the cases that match."""
+    expected = select_timed(cases)
+    base, head = commit_of(base, repo), commit_of(head, repo)
     if base == head:
         raise GateError(f"base and head are the same commit {base[:8]}")
     workplace = Workplace(repo=repo)
-    continuous(workplace, base, head, cases=cases, rounds=rounds)
-    base_samples, head_samples = (samples_of(workplace.results, commit) for commit in (base, head))
-    if not base_samples and not head_samples:
-        raise GateError(f"asv measured nothing for cases {cases!r}")
-    return base_samples, head_samples
+    continuous(workplace, base, head, names=[case.name for case in expected], rounds=rounds)
+    return sort_out(
+        expected,
+        *(samples_of(workplace.results, commit) for commit in (base, head)),
+        rounds=rounds,
+        reasons=reasons_in(REASONS),
+        at_base=versions_at(CHECKOUT),
+    )
 
 
 def estimates(samples: Samples) -> dict[str, float]:
@@ -84,8 +115,11 @@ def measure_noise(*, cases: str, runs: int, rounds: int) -> dict[str, Noise]:
         clone = clone_with_empty_commit(Path(folder) / "clone")
         for number in range(1, runs + 1):
             print(f"gate: comparison {number} of {runs}", file=sys.stderr, flush=True)
-            base, head = compare_commits(clone, "HEAD~1", "HEAD", cases=cases, rounds=rounds)
-            for case in base.keys() & head.keys():
+            found = compare_commits(clone, "HEAD~1", "HEAD", cases=cases, rounds=rounds)
+            base, head = found.base, found.head
+            for name, reason in found.lost.items():
+                raise GateError(f"no noise without a time: {name}: {reason}")
+            for case in base:
                 seen.setdefault(case, []).append(statistics.median(head[case]) / statistics.median(base[case]))
                 for side in (base, head):
                     blocks.setdefault(case, []).extend(cut(side[case], rounds))
@@ -129,23 +163,28 @@ def commit(repo: Path, message: str, *options: str) -> str:
 
 
 def record_times(cases: str = ".*") -> list[Path]:
-    """Measure HEAD (times, and counters for the history) and add it to the record."""
+    """Measure HEAD (times, and counters for the history) and add it to the record, whole or not at all."""
     workplace = Workplace(results=SCRATCH / "record")
     for path in result_files(workplace.results):
         path.unlink()
     machine = write_machine()
-    options = ("--show-stderr", "--machine", machine, "--bench", f"^({cases})\\.")
+    options = ("--show-stderr", "--machine", machine, "--bench", pattern_of((c.name for c in select(cases)), ""))
     asv(workplace, "run", *LAUNCH, *options, "HEAD^!", allowed=(0, 2))
-    failures = [f"{path.name}: {name}" for path in result_files(workplace.results) for name in failed_in(path)]
+    files = result_files(workplace.results)
+    failures = [f"{path.name}: {name}" for path in files for name in failed_in(path)]
+    there = {name for path in files for name in load(path).get_all_result_keys()}
+    failures += [f"{case.name}: no result" for case in select_timed(cases) if f"{case.name}.time_cpu" not in there]
     if failures:
         raise GateError("not recorded, these failed: " + ", ".join(failures))
     return merge(workplace.results)
 
 
 def failed_in(path: Path) -> list[str]:
-    """Benchmarks of a result file without a value."""
-    from gate_asv import load
-
+    """Benchmarks of a result file that failed, and times without a value; a counter may be one the commit lacks."""
     result = load(path)
     values = {name: result.get_result_value(name, []) for name in result.get_all_result_keys()}
-    return [name for name, value in values.items() if value == [None] and not re.search("track_", name)]
+    return [
+        name
+        for name, value in values.items()
+        if value == [None] or (name.endswith(".time_cpu") and not all(map(math.isfinite, value)))
+    ]

@@ -2,8 +2,9 @@
 
 asv asks for a module per package and names to find in it; `fill` makes them from the list of cases. Times are CPU times
 of one thread. In the gate (GEMLINE_BASE names a checkout of the base) they are multiples of the base's call, measured
-call by call beside it (companion.py); otherwise seconds, corrected by a yardstick (timing.YardstickClock). Inputs are
-made and checked once a process, counters of all cases taken once a commit.
+call by call beside it (companion.py); otherwise seconds, corrected by a yardstick (timing.YardstickClock). asv passes
+over a case that the base cannot run without a word, so its reason goes into a file of folder GEMLINE_REASONS. Inputs
+are made and checked once a process, counters of all cases taken once a commit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cases import Case, all_cases, prepare
-from companion import CannotPrepareError, Companion, PairedClock, package_folders
+from companion import ROUNDS, CannotPrepareError, Companion, PairedClock, package_folders
 from timing import YardstickClock, keep_memory
 
 from suites.counters import take_counters
@@ -31,7 +32,6 @@ for _name in ("torch", "torchrec"):
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
 
-ROUNDS = 4
 COUNTERS = Path(__file__).resolve().parents[1] / "results" / "counters.json"
 
 
@@ -66,6 +66,8 @@ class Timed:
         try:
             return Companion(prepared, package_folders(base))
         except CannotPrepareError as error:
+            if reasons := os.environ.get("GEMLINE_REASONS"):
+                (Path(reasons) / case.name).write_text(str(error))
             raise NotImplementedError(
                 f"the base cannot run {case.name}, so there is nothing to compare: {error}"
             ) from None

@@ -100,7 +100,7 @@ def test_a_base_that_fails_in_its_third_call_is_told(tmp_path):
         "True",
         "True",
         "RuntimeError|the base failed in a call:|ValueError: third call",
-        "RuntimeError|the base's process is dead|the base's process is dead",
+        "RuntimeError|the base's process died|the base's process died",
     ]
 
 
@@ -114,7 +114,7 @@ def test_a_base_that_is_killed_in_a_call_is_told(tmp_path):
         except RuntimeError as error:
             print(error)
     """
-    assert run_fresh(code, tmp_path).strip() == "the base's process died in a call"
+    assert run_fresh(code, tmp_path).strip() == "the base's process died"
 
 
 def test_what_the_base_cannot_run_is_told(tmp_path):

@@ -7,6 +7,7 @@ import math
 import pytest
 from gate_asv import GateError
 from gate_compare import compare, failed, judge, summary, table
+from gate_counters import compare_counters
 from gate_limits import MARK, SMALLEST_TIME_RATIO, Noise, ratio_from_noise, read_limits, write_times
 from gate_times import cut, put_together
 
@@ -41,6 +42,45 @@ def test_what_vanishes_fails_and_what_is_new_does_not():
 def test_limits_are_looked_up_by_key():
     moves = compare({"a": 100, "b": 100}, {"a": 110, "b": 110}, {"a": 1.2, "b": 1.05}.__getitem__)
     assert [move.verdict for move in moves] == ["same", "regressed"]
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "limit"),
+    [(NAN, 1, 1.02), (1, NAN, 1.02), (INF, INF, 1.02), (1, 1, NAN), (1, 100, INF), (None, NAN, 2)],
+)
+def test_what_is_no_finite_number_has_no_verdict(base, head, limit):
+    with pytest.raises(ValueError, match="finite"):
+        judge(base, head, limit)
+
+
+def test_the_figure_that_was_not_measured_is_named():
+    with pytest.raises(ValueError, match=r"a\.b: a figure is a finite number, got nan"):
+        compare({"a.b": 1.0}, {"a.b": NAN}, lambda key: 1.02)
+
+
+SHARDED = {"a.b": {"ops": 5, "collectives.shard": 2, "collective_bytes.shard": 100}}
+PLAIN = {"a.b": {"ops": 5}}
+MORE = {"a.b": {"ops": 5, "launches": 3}}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "head", "verdicts"),
+    [
+        (PLAIN, SHARDED, {"ops": "same", "collectives.shard": "regressed", "collective_bytes.shard": "regressed"}),
+        (SHARDED, PLAIN, {"ops": "same", "collectives.shard": "improved", "collective_bytes.shard": "improved"}),
+        (PLAIN, MORE, {"ops": "same", "launches": "added"}),
+        (MORE, PLAIN, {"ops": "same", "launches": "gone"}),
+        ({}, SHARDED, {"ops": "new", "collectives.shard": "new", "collective_bytes.shard": "new"}),
+    ],
+    ids=["a first collective", "the last one gone", "a counter added", "a counter gone", "a new case"],
+)
+def test_counters_that_a_side_has_not(recorded, head, verdicts):
+    moves = compare_counters(recorded, head, lambda key: 1.02)
+    assert {move.key.partition("/")[2]: move.verdict for move in moves} == verdicts
+    assert failed(moves) == bool({"regressed", "added", "gone"} & set(verdicts.values()))
 
 
 def test_table_names_what_moved_worst_first():
@@ -91,6 +131,17 @@ def test_a_limit_needs_a_reason(tmp_path):
     path = tmp_path / "limits.toml"
     path.write_text('[default]\ncounters = 1.02\ntimes = 1.3\n[counters."a.b/ops"]\nratio = 1.1\n')
     with pytest.raises(ValueError, match=r"a\.b/ops.*reason"):
+        read_limits(path)
+
+
+@pytest.mark.parametrize("ratio", ["nan", "inf", "-inf", "1.0", "true", '"1.1"'])
+def test_a_limit_that_lets_everything_pass_is_refused(tmp_path, ratio):
+    path = tmp_path / "limits.toml"
+    path.write_text(f'[default]\ncounters = 1.02\ntimes = 1.3\n[times."a.b"]\nratio = {ratio}\nreason = "none"\n')
+    with pytest.raises(ValueError, match=r"limits\.toml: times\.'a\.b' needs a ratio above 1"):
+        read_limits(path)
+    path.write_text(f"[default]\ncounters = 1.02\ntimes = {ratio}\n")
+    with pytest.raises(ValueError, match=r"limits\.toml: default\.times"):
         read_limits(path)
 
 

@@ -77,6 +77,13 @@ def test_a_lost_counter_fails(record):
     assert record(lambda figures: figures.update(launches=3)) == 1
 
 
+def test_a_counter_that_the_record_of_the_case_does_not_have_fails(record, capsys):
+    assert record(lambda figures: figures.pop("python_calls")) == 1
+    assert re.search(
+        rf"added +{CASE}/python_calls .*\n\d+ same, 1 added\nAdded: .*ci/gate.py record", capsys.readouterr().out
+    )
+
+
 def test_other_versions_are_not_compared(tmp_path, capsys):
     path = tmp_path / "counters.json"
     path.write_text(json.dumps({"versions": {**versions(), "torch": "1.0"}, "cases": {}}))
