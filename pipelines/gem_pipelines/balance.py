@@ -11,6 +11,10 @@ Why the fetches match across ranks: each call of next() hands out one batch and 
 step, so all have asked for the same number of exchanges, and `close` can wait for the one that is under way. A rank
 that cannot read says so in the same all-gather; then all ranks raise at that batch.
 
+What is read ahead belongs to the loader and not to its iterator: the batch that waits is the next one that is handed
+out, by whichever iterator, so breaking out of an epoch loses nothing, and nobody touches the loader inside while the
+thread reads from it. Position and state are those of what was handed out and trained, as of any loader.
+
 Cost: loads are 16 bytes a row to every rank; rows move once, all but about 1 / W of them.
 """
 
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any
 
@@ -65,7 +69,11 @@ class BalancedLoader:
             counts=counts,
             timeout=timeout,
         )
-        self._open: weakref.ref[_Ahead] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._source: Iterator[Batch] | None = None  # that the thread reads; None: to be opened where reading goes on
+        self._next: Future[Batch | None] | None = None  # asked for, not handed out; None in it: the end of the epoch
+        self._handed: int | None = None  # step of the last batch handed out since the start or the last load
+        self._iterator: weakref.ref[_Epoch] | None = None
 
     @property
     def rows_per_epoch(self) -> int:
@@ -79,13 +87,20 @@ class BalancedLoader:
 
     def epoch(self) -> Iterator[Batch]:
         """See gem_data.interface.Loader."""
-        self._end("another epoch() of this loader was started")
-        ahead = _Ahead(self._loader.epoch(), self._exchange)
-        self._open = weakref.ref(ahead)
-        return ahead
+        self._end_iterator("another epoch() of this loader was started")
+        if self._next is not None and self._is_end(self._next):
+            self._next = self._source = None
+        if self._next is None:
+            self._ask()
+        iterator = _Epoch(self)
+        self._iterator = weakref.ref(iterator)
+        return iterator
 
     def mark_trained(self, batch: Batch) -> None:
         """See gem_data.interface.Loader."""
+        if self._handed is None or batch.step > self._handed:
+            last = "none yet" if self._handed is None else f"up to step {self._handed}"
+            raise ValueError(f"mark_trained: expected a batch that was handed out ({last}), came step {batch.step}")
         self._loader.mark_trained(batch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,52 +108,96 @@ class BalancedLoader:
         return self._loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See gem_data.interface.Loader."""
+        """See gem_data.interface.Loader. Waits for the exchange that is under way."""
+        self._settle()
         self._loader.load_state_dict(state)
-        self._end("load_state_dict moved this loader")
+        self._end_iterator("load_state_dict moved this loader")
+        self._next = self._source = self._handed = None
 
     def close(self) -> None:
         """See gem_data.interface.Loader. Waits for the exchange that is under way."""
-        self._end("this loader was closed")
+        self._end_iterator("this loader was closed")
+        self._settle()
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
         self._loader.close()
+        self._thread = self._source = None
 
-    def _end(self, reason: str) -> None:
-        ahead = None if self._open is None else self._open()
-        if ahead is not None:
-            ahead.end(reason)
-        self._open = None
+    def _take(self) -> Batch | None:
+        """Hand out the batch that waits, and ask for one more; None at the end of the epoch."""
+        waiting = self._next
+        assert waiting is not None
+        try:
+            batch = waiting.result()
+        except BaseException:
+            if waiting.done():  # else it is this wait that was interrupted
+                self._next = self._source = None
+            raise
+        if batch is None:
+            self._next = self._source = None
+            return None
+        self._handed = batch.step
+        if self._source is None and self._ends_epoch(batch):
+            # Closed since it was read: the loader inside would go on with the next epoch.
+            self._next = Future()
+            self._next.set_result(None)
+        else:
+            self._ask()
+        return batch
+
+    def _ask(self) -> None:
+        if self._source is None:
+            self._source = self._loader.epoch()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gem_pipelines.balance")
+        self._next = self._thread.submit(self._exchange.fetch, self._source)
+
+    def _settle(self) -> None:
+        """Wait until the thread is idle."""
+        if self._next is not None:
+            wait([self._next])
+
+    @staticmethod
+    def _is_end(waiting: Future[Batch | None]) -> bool:
+        """Whether no batch of the epoch is left; waits for it. An error is no end: next() raises it."""
+        return waiting.exception() is None and waiting.result() is None
+
+    def _ends_epoch(self, batch: Batch) -> bool:
+        first: int = getattr(self._loader, "first_step", 0)  # of a stream, where the present window begins
+        return (batch.step + 1 - first) % self.batches_per_epoch == 0
+
+    def _end_iterator(self, reason: str) -> None:
+        iterator = None if self._iterator is None else self._iterator()
+        if iterator is not None:
+            iterator.ended = reason
+        self._iterator = None
 
 
-class _Ahead:
-    """Iterator over balanced batches, one exchange ahead."""
+class _Epoch:
+    """Iterator over the balanced batches of an epoch: no more than the right to take them."""
 
-    def __init__(self, source: Iterator[Batch], exchange: RowExchange) -> None:
-        self._source, self._exchange = source, exchange
-        self._ended: str | None = None
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gem_pipelines.balance")
-        self._next: Future[Batch | None] = self._pool.submit(exchange.fetch, source)
+    def __init__(self, loader: BalancedLoader) -> None:
+        self._loader = loader
+        self._at_end = False
+        self.ended: str | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._ended is not None:
-            raise ValueError(f"this iterator over an epoch has ended: {self._ended}. Call epoch() again.")
+        if self.ended is not None:
+            raise ValueError(f"this iterator over an epoch has ended: {self.ended}. Call epoch() again.")
+        if self._at_end:
+            raise StopIteration
         try:
-            batch = self._next.result()
+            batch = self._loader._take()
         except BaseException as error:
-            self.end(f"reading failed: {error}")
+            self.ended = f"reading failed: {error}"
             raise
         if batch is None:
-            self._pool.shutdown()
+            self._at_end = True
             raise StopIteration
-        self._next = self._pool.submit(self._exchange.fetch, self._source)
         return batch
-
-    def end(self, reason: str) -> None:
-        """Wait for what is under way; a later next() says why."""
-        self._ended = reason
-        self._pool.shutdown(wait=True)
 
 
 class RowExchange:
