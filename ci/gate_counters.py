@@ -116,16 +116,29 @@ def with_zeros(side: Counters, *, of: tuple[Counters, Counters]) -> Counters:
     return filled
 
 
+class OtherVersionsError(GateError):
+    """The record was taken with other versions than those at hand; the message names which."""
+
+
+def differing(recorded: dict[str, str], here: dict[str, str]) -> str:
+    """Which versions differ, for a message; "" when none does.
+
+    >>> differing({"python": "3.11", "torch": "2.13.0"}, {"python": "3.12", "torch": "2.13.0"})
+    'python is 3.12 here and was 3.11'
+    """
+    names = [name for name in {**recorded, **here} if recorded.get(name) != here.get(name)]
+    return ", ".join(f"{name} is {here.get(name, 'none')} here and was {recorded.get(name, 'none')}" for name in names)
+
+
 def read_record(path: Path, pattern: str = ".*") -> Counters:
-    """The recorded counters of matching cases, if they were taken with the versions at hand."""
+    """The recorded counters of matching cases; OtherVersionsError unless they were taken with the versions at hand."""
     if not path.exists():
         raise GateError(f"{path.name} does not exist: record the counters first with   python ci/gate.py record")
     tree: dict[str, Any] = json.loads(path.read_text())
-    here = versions()
-    if tree["versions"] != here:
-        raise GateError(
-            f"{path.name} was taken with {tree['versions']}, this environment has {here}: "
-            "run inside nox (./ci/nox -s gate), or record anew after a change of versions"
+    if different := differing(tree["versions"], versions()):
+        raise OtherVersionsError(
+            f"counters are not comparable with {path.name}: {different}. Compare where it was taken (Python "
+            f"{tree['versions']['python']}, no GPU, ./ci/nox -s gate), or record anew after a change of versions"
         )
     return {case: figures for case, figures in tree["cases"].items() if re.search(pattern, case)}
 
