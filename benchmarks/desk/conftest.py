@@ -17,9 +17,12 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
+WRITING = ("benchmark_json", "benchmark_save", "benchmark_autosave")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    wanted = getattr(session.config.option, "benchmark_json", None) or session.config.getoption("benchmark_save", None)
+    wanted = any(getattr(session.config.option, name, None) for name in WRITING)
     measured = getattr(session.config, "_benchmarksession", None)
     if wanted and exitstatus == 0 and not (measured and measured.benchmarks):
         print("\ndesk: nothing was measured, so no file was written", file=sys.stderr)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +35,20 @@ def test_nothing_measured_writes_nothing(tmp_path):
     done = desk("-k", "pipelines.auc", "--benchmark-disable", f"--benchmark-json={path}")
     assert done.returncode == 5
     assert not path.exists()
+
+
+@pytest.mark.parametrize("option", ["benchmark_json", "benchmark_save", "benchmark_autosave"])
+@pytest.mark.parametrize("measured", [False, True])
+def test_every_option_that_writes_needs_a_measurement(option, measured):
+    place = importlib.util.spec_from_file_location("desk_conftest", ROOT / "benchmarks" / "desk" / "conftest.py")
+    conftest = importlib.util.module_from_spec(place)
+    place.loader.exec_module(conftest)
+    option = argparse.Namespace(**{option: True})
+    config = SimpleNamespace(option=option, getoption=lambda name, default=None: getattr(option, name, default))
+    config._benchmarksession = SimpleNamespace(benchmarks=["one"] if measured else [])
+    session = SimpleNamespace(config=config, exitstatus=0)
+    conftest.pytest_sessionfinish(session, 0)
+    assert session.exitstatus == (0 if measured else 5)
 
 
 def test_what_is_measured_is_written_with_its_counters(tmp_path):
