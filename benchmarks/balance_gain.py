@@ -42,7 +42,9 @@ def main() -> int:
     defaults = {**(CUDA if cuda else CPU), "attention": "triton" if cuda else "eager"}
     chosen = {name: given[name] or value for name, value in defaults.items()}
     sys.path.insert(0, str(GPU))
+    from device import DeviceRecord
     from parallel import launch
+    from record import write_record
 
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -55,9 +57,9 @@ def main() -> int:
             return 1
         found = json.loads((work / "balance.json").read_text())
     if "OUT" in os.environ:
-        out = Path(os.environ["OUT"])
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "balance_gain.json").write_text(json.dumps(found, indent=1))
+        before, after = DeviceRecord(**found.pop("device_before")), DeviceRecord(**found["device"])
+        path = Path(os.environ["OUT"]) / "balance_gain.json"
+        write_record(path, found, ceilings=found.pop("ceilings"), before=before, after=after)
     print(f"{found['device']['name']}: {chosen}")
     print("phases, seconds since the start: " + ", ".join(f"{name} {at:.0f}" for name, at in found["phases"].items()))
     print("balance   ms a step (median, fastest)   load   own work   (max over mean of the ranks, mean over steps)")

@@ -51,10 +51,24 @@ def machine_of(tree: dict[str, Any]) -> dict[str, str]:
 
 
 def commit_of(tree: dict[str, Any], given: str | None) -> tuple[str, int]:
-    """(hash, date in ms) of the measured commit, which this repository must have."""
-    name = given or tree["commit"]
-    if not name:
+    """(hash, date in ms) of the measured commit, which this repository must have.
+
+    `given` is for files that name none; another than the file's, and a tree that was not as committed, are refused.
+    """
+    if tree.get("dirty"):
+        raise ValueError(
+            f"measured on a tree with uncommitted changes to {tree['commit']}: commit them and measure again"
+        )
+    if not (given or tree["commit"]):
         raise ValueError("the file names no commit: pass --commit")
+    found = [resolve(name) for name in (tree["commit"], given) if name]
+    if found[0] != found[-1]:
+        raise ValueError(f"--commit {given} is not the commit that was measured, {tree['commit']}: leave it out")
+    return found[0]
+
+
+def resolve(name: str) -> tuple[str, int]:
+    """(hash, date in ms) of a commit of this repository."""
     command = ["git", "show", "--no-patch", "--format=%H %ct", f"{name}^{{commit}}"]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -126,7 +140,7 @@ def add_benchmarks(results: Path, entries: list[dict[str, Any]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--commit", help="the measured commit, where the file does not name it")
+    parser.add_argument("--commit", help="the measured commit, where a file does not name it")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--records", type=Path, default=HERE / "gpu" / "records")
     arguments = parser.parse_args()

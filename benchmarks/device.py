@@ -17,8 +17,9 @@ bus address, torch those of CUDA_VISIBLE_DEVICES (or of a container) in its orde
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from types import ModuleType, TracebackType
 from typing import Any
@@ -138,20 +139,66 @@ def describe_device(index: int = 0, *, nvml: Any = None) -> DeviceRecord:
     )
 
 
+def describe_working_device(
+    index: int = 0,
+    *,
+    seconds: float = 0.3,
+    work: Callable[[], object] | None = None,
+    wait: Callable[[], object] | None = None,
+    nvml: Any = None,
+) -> DeviceRecord:
+    """Look at torch's GPU number `index` while it computes, after it has for `seconds`: clocks and power of a card that
+    has nothing to do (345 of 1980 MHz) say nothing of those at which it is measured. Without a GPU as describe_device.
+
+    work, wait   what keeps the card busy for about 0.1 s and what waits for it; default: bf16 matrix products
+    """
+    idle = describe_device(index, nvml=nvml)  # also starts NVML, which may take longer than the work does
+    if idle.name == "none":
+        return idle
+    if work is None or wait is None:
+        work, wait = matrix_products(index)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        work()
+        wait()
+    work()
+    record = describe_device(index, nvml=nvml)
+    wait()
+    return record
+
+
+def matrix_products(index: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """(launch 500 products of 4096^3, about 0.1 s; wait for them)."""
+    import torch
+
+    device = torch.device("cuda", index)
+    a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+
+    def work() -> None:
+        for _ in range(500):
+            torch.matmul(a, a, out=out)
+
+    return work, lambda: torch.cuda.synchronize(device)
+
+
 class EnergyMeter:
     """Energy that torch's GPU number `index` used between entering and leaving, from its own counter (whole board).
 
+    index        None: there is none, the CPU computes
     joules       after leaving; None without a GPU or a counter
     unavailable  why there is none
     """
 
-    def __init__(self, index: int = 0, *, nvml: Any = None) -> None:
+    def __init__(self, index: int | None = 0, *, nvml: Any = None) -> None:
         self._start: int | None = None
         self._nvml: Any = None
         self.joules: float | None = None
         self.unavailable: str | None = None
-        uuid = device_uuid(index)
+        uuid = None if index is None else device_uuid(index)
         try:
+            if index is None:
+                raise NoDeviceError("measured on the CPU")
             if uuid is None:
                 raise NoDeviceError(f"torch has no GPU number {index}")
             nvml = nvml or load_nvml()
@@ -193,19 +240,38 @@ def joules_per_call(
     *,
     wait: Callable[[], object],
     at_least_s: float = 1.0,
+    calls: int | None = None,
     index: int = 0,
     nvml: Any = None,
 ) -> tuple[float | None, str | None]:
     """(energy of one call in J, why there is none).
 
     Calls in groups of 10, `wait` (torch.cuda.synchronize) after each group, until `at_least_s` have passed: cards renew
-    their energy counter about ten times a second, so a short loop would read 0.
+    their energy counter about ten times a second, so a short loop would read 0. `calls`: exactly so many instead, for
+    collectives, which all ranks must call equally often.
     """
-    calls, start = 0, time.perf_counter()
+    done, start = 0, time.perf_counter()
     with EnergyMeter(index, nvml=nvml) as meter:
-        while time.perf_counter() - start < at_least_s:
-            for _ in range(10):
+        while time.perf_counter() - start < at_least_s if calls is None else done < calls:
+            for _ in range(10 if calls is None else min(10, calls - done)):
                 function()
+                done += 1
             wait()
-            calls += 10
-    return meter.joules_per_sample(calls), meter.unavailable
+    return meter.joules_per_sample(done), meter.unavailable
+
+
+def energy_per_sample(
+    joules: Sequence[float | None], samples: Sequence[int], *, why_not: str | None, gather: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """{"joules_per_sample", "energy_unavailable"}: energy of all ranks' cards for each of all ranks' samples.
+
+    joules, samples  of this rank, of every time that was metered; None once is None for all, with this rank's reason
+    gather           rows of all ranks from this rank's, (1, 2) float64
+    """
+    import torch
+
+    own = math.nan if None in joules else math.fsum(one for one in joules if one is not None)
+    total, count = gather(torch.tensor([[own, float(sum(samples))]], dtype=torch.float64)).sum(0).tolist()
+    if math.isnan(total):
+        return {"joules_per_sample": None, "energy_unavailable": why_not or "another rank has no counter"}
+    return {"joules_per_sample": total / count if count else None, "energy_unavailable": None}

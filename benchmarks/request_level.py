@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -54,9 +53,12 @@ def main() -> int:
     settings = {name: given[name] or value for name, value in defaults.items()}
     found = compare(settings, device=given["device"], limit_s=given["limit_s"])
     if "OUT" in os.environ:
-        out = Path(os.environ["OUT"])
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "request_level.json").write_text(json.dumps(found, indent=1))
+        from device import DeviceRecord
+        from record import write_record
+
+        before, after = DeviceRecord(**found.pop("device_before")), DeviceRecord(**found["device"])
+        path = Path(os.environ["OUT"]) / "request_level.json"
+        write_record(path, found, ceilings=found.pop("ceilings"), before=before, after=after)
     show(found)
     if found["loss_difference"] > TOLERANCE[given["device"]]:
         print(f"losses differ by {found['loss_difference']:.1e} (relative)", file=sys.stderr)
@@ -77,7 +79,8 @@ def compare(settings: dict[str, Any], *, device: str, limit_s: float) -> dict[st
     from parallel_worker import stand_in
 
     absent = stand_in()
-    from device import describe_device
+    from bench_ceilings import measure_ceilings
+    from device import DeviceRecord, EnergyMeter, describe_device, describe_working_device
     from gem_pipelines.runtime import start_runtime
 
     runtime = start_runtime(device=device, threads=1, deterministic=False, timeout=timedelta(seconds=60))
@@ -91,17 +94,24 @@ def compare(settings: dict[str, Any], *, device: str, limit_s: float) -> dict[st
             form.step(timed=False)
     losses = [form.losses for form in forms.values()]
     apart = [abs(a - b) / abs(b) for own in losses[:-1] for a, b in zip(own, losses[-1], strict=True)]
-    done = 0
+    done, cuda, none = 0, device == "cuda", DeviceRecord(name="none")
+    before = describe_working_device(0) if cuda else none
     while done < settings["steps"] and time.perf_counter() - STARTED < limit_s:
         for form in forms.values():
-            for _ in range(min(TURN, settings["steps"] - done)):
-                form.step(timed=True)
+            with EnergyMeter(0 if cuda else None) as meter:
+                for _ in range(min(TURN, settings["steps"] - done)):
+                    form.step(timed=True)
+            form.joules.append(meter.joules)
+            form.why_no_energy = meter.unavailable
         done += TURN
+    after = describe_device(0) if cuda else none
     counted = {form.name: form.count_forward() for form in forms.values()} if device == "cpu" else {}
     runtime.close()
     return {
         "settings": settings,
-        "device": describe_device(0).to_json() if device == "cuda" else {"name": "CPU"},
+        "device_before": before.to_json(),
+        "device": after.to_json(),
+        "ceilings": measure_ceilings()[0] if cuda else {},
         "torch": torch.__version__,
         "stood_in": absent,
         "seconds": time.perf_counter() - STARTED,
@@ -139,6 +149,9 @@ class Form:
         self.trainer = Trainer(parallel, schema=schema, config=config, runtime=runtime, total_steps=1000)
         self.losses: list[float] = []
         self.seconds: list[float] = []
+        self.samples: list[int] = []
+        self.joules: list[float | None] = []
+        self.why_no_energy: str | None = None
         self.cpu_seconds: list[float] = []
         self.flops: list[int] = []
         self.peak_bytes = 0
@@ -164,6 +177,7 @@ class Form:
             self.losses.append(record["loss"])
             return
         self.seconds.append(time.perf_counter() - begin)
+        self.samples.append(batch.sample_ids.shape[0])
         self.cpu_seconds.append(time.thread_time() - work)
         self.flops.append(record["flops"] / batch.sample_ids.shape[0])
 
@@ -182,6 +196,7 @@ class Form:
 
     def figures(self) -> dict[str, Any]:
         """Medians over the timed steps."""
+        from device import energy_per_sample
         from gem_pipelines.imbalance import batch_bytes
 
         samples = self.batches[0].sample_ids.shape[0]
@@ -191,6 +206,7 @@ class Form:
             "step_s": seconds,
             "cpu_s": statistics.median(self.cpu_seconds),
             "samples_per_s": samples / seconds,
+            **energy_per_sample(self.joules, self.samples, why_not=self.why_no_energy, gather=lambda rows: rows),
             "flops_a_sample": statistics.mean(self.flops),
             "ids_a_sample": statistics.mean(b.ids.values().numel() / samples for b in self.batches),
             "batch_bytes_a_sample": statistics.mean(batch_bytes(b) / samples for b in self.batches),
@@ -266,7 +282,7 @@ def show(found: dict[str, Any]) -> None:
             f"{name:9s} {row['samples_per_s']:11,.0f} {row['step_s'] * 1e3:11.1f} {row['flops_a_sample'] / 1e6:15.1f} "
             f"{row['ids_a_sample']:12.1f} {row['batch_bytes_a_sample']:20,.0f} {row['peak_bytes'] / 1e9:9.2f}"
         )
-    cpu = found["device"]["name"] == "CPU"
+    cpu = found["device"]["name"] == "none"
     for name in FORMS[:2]:
         row, plain = forms[name], forms["samples"]
         line = f"{name} against samples: {plain['step_s'] / row['step_s']:.2f}x faster"

@@ -5,10 +5,11 @@
 #   ./ci/gpu.sh tests | bench          one of them
 #
 # PYTHON names the interpreter (default python3); SITE one more folder of packages, e.g. one with torchrec and FBGEMM.
-# GEMLINE_COMMIT names the commit where there is no git. Writes into $OUT (default ./gpu-results): device.json,
-# tests.xml and one JSON of measurements per benchmark; `python benchmarks/convert.py $OUT/bench_*.json` stores those as
-# asv results, on a machine with asv. Ends with 1 if a test or a benchmark failed, after running the others; with 2, and
-# nothing run, without a GPU, and before benchmarks whose numbers would lack their facts (no clocks, power, driver).
+# GEMLINE_COMMIT names the commit where there is no git; `python benchmarks/record.py` prints it where there is. Writes
+# into $OUT (default ./gpu-results): device.json, tests.xml and one JSON of measurements per benchmark; `python
+# benchmarks/convert.py $OUT/bench_*.json` stores those as asv results, on a machine with asv. Ends with 1 if a test or a
+# benchmark failed, after running the others; with 2, and nothing run, without a GPU, and before benchmarks whose numbers
+# would lack their facts (no clocks, power, driver).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
@@ -23,13 +24,15 @@ import json, sys
 from pathlib import Path
 import torch
 from device import describe_device
+from record import commit_at_hand
 if not torch.cuda.is_available():
     sys.exit(f"ci/gpu.sh: torch {torch.__version__} sees no CUDA device")
 record = describe_device(0)
 if record.name.startswith(("none", "unknown")) and sys.argv[2] != "tests":
     sys.exit(f"ci/gpu.sh: a GPU, but nothing tells its driver, clocks and power cap ({record.name}: {record.unavailable}), and numbers without them are not stored: carry nvidia-ml-py (one file, pynvml.py) and name its folder in SITE, or run: ./ci/gpu.sh tests")
+commit, dirty = commit_at_hand()  # now, so that a wrong GEMLINE_COMMIT does not cost the run
 Path(sys.argv[1], "device.json").write_text(json.dumps(record.to_json(), indent=1))
-print(f"{record.name}, driver {record.driver}, torch {torch.__version__}, {torch.cuda.device_count()} device(s)")
+print(f"{record.name}, driver {record.driver}, torch {torch.__version__}, {torch.cuda.device_count()} device(s), commit {commit}{' and more' if dirty else ''}")
 PYTHON
 
 failed=0

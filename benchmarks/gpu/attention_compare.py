@@ -10,19 +10,23 @@ only fills the kernel caches (start several, they compile in parallel).
 from __future__ import annotations
 
 import argparse
-import json
-import platform
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-import triton
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from attention_peers import contenders
 from attention_shapes import Shape, shapes
 from attention_softmax import softmax_contenders
 from attention_timing import copy_tb_s, matmul_tflops, one_ms
+from device import describe_working_device, joules_per_call
 from gem_attention.api import attention, make_layout
+from record import write_record
 from torch import Tensor
 
 Call = Callable[..., Tensor]
@@ -76,8 +80,18 @@ def difference(got: list[Tensor | None], want: list[Tensor]) -> list[float]:
 
 
 def compare(
-    shape: Shape, peers: str | None, impls: list[str], rounds: int, only: list[str] | None = None
+    shape: Shape,
+    peers: str | None,
+    impls: list[str],
+    rounds: int,
+    only: list[str] | None = None,
+    *,
+    energy_s: float = 0.0,
 ) -> list[dict]:
+    """A row each: why it did not run, or its difference from the first and its times; rounds 0: nothing is timed.
+
+    energy_s: for so long forward and backward of each of ours are repeated, after the rounds, to read their energy.
+    """
     torch.manual_seed(0)
     qkv = inputs(shape)
     do = torch.randn_like(qkv[0])
@@ -124,7 +138,18 @@ def compare(
                 bwd_tb_s=size[1] / bwd / 1e9,
                 matmul_now_tflops=rate,
             )
+            if energy_s and row["name"].startswith("ours"):
+                row.update(energy(timed[row["name"]][:2], len(shape.q_lengths), energy_s))
     return rows
+
+
+def energy(calls: tuple[Callable, Callable], sequences: int, seconds: float) -> dict[str, float | str | None]:
+    """Joules of one sequence, forward and backward apart, and why there are none."""
+    found, why_not = {}, None
+    for key, call in zip(("fwd", "bwd"), calls, strict=True):
+        joules, why_not = joules_per_call(call, wait=torch.cuda.synchronize, at_least_s=seconds)
+        found[f"{key}_joules_per_sequence"] = None if joules is None else joules / sequences
+    return {**found, "energy_unavailable": why_not}
 
 
 def main() -> None:
@@ -136,25 +161,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--warm", help="fill the kernel caches for this shape and end")
     parser.add_argument("--only", nargs="*", help="these peers only")
+    parser.add_argument("--energy-s", type=float, default=1.0, help="time to read the energy of each call of ours")
     args = parser.parse_args()
     if args.warm:
         compare(shapes()[args.warm], args.peers, args.impls, 0, args.only)
         return
+    before = describe_working_device(0)
     run = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
         "matmul_tflops": matmul_tflops(),
         "copy_tb_s": copy_tb_s(),
         "method": "events, device spins before each step, contenders alternate, median of the rounds",
         "rows": [],
     }
-    print({k: v for k, v in run.items() if k != "rows"}, flush=True)
+    ceilings = {
+        "bf16_matmul_flop_per_s": run["matmul_tflops"] * 1e12,
+        "copy_bytes_per_s": run["copy_tb_s"] * 1e12,
+    }
+    print(before.name, {k: v for k, v in run.items() if k != "rows"}, flush=True)
     for name in args.shapes:
-        for row in compare(shapes()[name], args.peers, args.impls, args.rounds, args.only):
+        for row in compare(shapes()[name], args.peers, args.impls, args.rounds, args.only, energy_s=args.energy_s):
             run["rows"].append(row)
             if "fwd_ms" in row:
                 print(
@@ -169,8 +195,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         if args.out:
             run["matmul_tflops_at_end"] = matmul_tflops()
-            with open(args.out, "w") as file:
-                json.dump(run, file, indent=1)
+            write_record(Path(args.out), run, ceilings=ceilings, before=before)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,22 @@ import csv
 import json
 import re
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+WITHOUT = {"energy": "a profiler runs each kernel many times", "ceilings": "a profiler was attached"}
 
 
 def run(out: str, names: list[str], impls: list[str]) -> None:
     import torch
     from attention_compare import inputs, ours
     from attention_shapes import shapes
+    from device import describe_working_device
     from gem_attention.interface import CannotRunError
+    from record import write_record
 
+    before = describe_working_device(0)
     order = []
     for name in names:
         shape = shapes()[name]
@@ -42,8 +50,7 @@ def run(out: str, names: list[str], impls: list[str]) -> None:
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
             order.append({"shape": name, "impl": impl})
-            with open(out, "w") as file:
-                json.dump(order, file)
+            write_record(Path(out), {"calls": order}, ceilings={}, before=before, without=WITHOUT)
         del leaves, do
         torch.cuda.empty_cache()
 
@@ -97,7 +104,8 @@ def table(raw: str, order: str, out: str) -> None:
         lines = [line for line in file if line.startswith('"')]
     rows = [row for row in csv.DictReader(lines) if row.get("ID")]  # the row of units has no ID
     with open(order) as file:
-        calls = json.load(file)
+        about = json.load(file)
+    calls = about.pop("calls")
     found, call = [], -1
     for row in rows:
         if "forward_kernel" in row["Kernel Name"]:
@@ -106,7 +114,7 @@ def table(raw: str, order: str, out: str) -> None:
             sys.exit(f"{len(rows)} profiled kernels do not fit {len(calls)} calls")
         found.append(calls[call] | facts(row))
     with open(out, "w") as file:
-        json.dump(found, file, indent=1)
+        json.dump({**about, "kernels": found}, file, indent=1)
     print("shape  impl   kernel               ms    tensor%  reg  local MB  DRAM%  L2%   occ%  issue%  stalls")
 
     def shown(x: object, form: str) -> str:

@@ -39,7 +39,7 @@ cat "$out"/check.* > "$out/check.all"; rm -f "$out"/check.[0-9]* "$out"/check.ow
 cat "$out"/warm.*.log > "$out/warm.log"; rm "$out"/warm.*.log
 echo "== checked and warm after $SECONDS s"
 
-timeout $(at_most 140 400) python3 attention_compare.py "${arguments[@]}" --shapes $shapes --out "$out/compare.json" > "$out/compare.log" 2>&1
+timeout $(at_most 170 400) python3 attention_compare.py "${arguments[@]}" --shapes $shapes --out "$out/compare.json" > "$out/compare.log" 2>&1
 echo "== compared (exit $?) after $SECONDS s"
 if [ -n "${VARIANTS-1}" ]; then
   timeout $(at_most 50 440) python3 attention_variants.py --out "$out/variants.json" > "$out/variants.log" 2>&1

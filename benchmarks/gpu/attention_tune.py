@@ -9,17 +9,23 @@ too.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
+import sys
 import time
 import traceback
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from attention_shapes import Shape, shapes
-from attention_timing import matmul_tflops, median_ms
+from attention_timing import copy_tb_s, matmul_tflops, median_ms
+from device import describe_working_device
 from gem_attention import triton_launch
 from gem_attention.triton_config import Tiles
+from record import write_record
 
 
 def _tiles(*choices: tuple[int, ...]) -> list[Tiles]:
@@ -154,6 +160,9 @@ def main() -> None:
     start = time.perf_counter()
     notes = precompile(jobs)
     print(f"compiled {len(jobs)} candidates in {time.perf_counter() - start:.0f} s", flush=True)
+    before = describe_working_device(0)
+    ceilings = {"bf16_matmul_flop_per_s": matmul_tflops() * 1e12, "copy_bytes_per_s": copy_tb_s() * 1e12}
+    without = {"energy": "candidates are compared by time alone"}
     rows = []
     for name in args.shapes:
         p = problem(shapes()[name], "cuda")
@@ -179,8 +188,7 @@ def main() -> None:
                 flush=True,
             )
             if args.out:
-                with open(args.out, "w") as file:
-                    json.dump(rows, file, indent=1)
+                write_record(Path(args.out), {"rows": rows}, ceilings=ceilings, before=before, without=without)
         del p, do
         torch.cuda.empty_cache()
 

@@ -8,17 +8,23 @@ the Gluon ones against float64. Median of the rounds, in ms of the kernel with t
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from attention_shapes import Shape, shapes
-from attention_timing import matmul_tflops, one_ms
+from attention_timing import copy_tb_s, matmul_tflops, one_ms
+from device import describe_working_device
 from gem_attention import gluon_launch, triton_launch
 from gem_attention.gluon_launch import Choice
 from gem_attention.triton_config import Tiles
 from gem_attention.triton_launch import Gradients, Problem
+from record import write_record
 from torch import Tensor
 
 Make = Callable[[], list[Tensor]]
@@ -164,7 +170,11 @@ def main() -> None:
     parser.add_argument("--warm", help="fill the kernel caches for this shape and end")
     parser.add_argument("--out")
     args = parser.parse_args()
-    rows = []
+    rows, ceilings = [], {}
+    if args.out:
+        before = describe_working_device(0)
+        ceilings = {"bf16_matmul_flop_per_s": matmul_tflops() * 1e12, "copy_bytes_per_s": copy_tb_s() * 1e12}
+    without = {"energy": "alternatives are compared by time alone"}
     for name in [args.warm] if args.warm else args.shapes:
         p, do = problem(shapes()[name])
         for family, table, kernel_of in (("gluon", GLUON, gluon_kernel), ("triton", TRITON, triton_kernel)):
@@ -183,8 +193,8 @@ def main() -> None:
         del p, do
         torch.cuda.empty_cache()
         if args.out:
-            with open(args.out, "w") as file:
-                json.dump({"matmul_tflops": matmul_tflops(), "rows": rows}, file, indent=1)
+            found = {"matmul_tflops": matmul_tflops(), "rows": rows}
+            write_record(Path(args.out), found, ceilings=ceilings, before=before, without=without)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ class Method:
         self._coming = [next(self._batches)]
         self.close = loader.close
         self.seconds: list[float] = []
+        self.samples: list[int] = []
+        self.joules: list[float | None] = []
         self.records: list[dict[str, Any]] = []
 
     def step(self) -> None:
@@ -58,6 +60,7 @@ class Method:
         record = self._trainer.step(batches, clock=clock, upcoming=self._coming)
         self._synchronize()
         self.seconds.append(time.perf_counter() - begin)
+        self.samples.append(sum(batch.sample_ids.shape[0] for batch in batches))
         self.records.append({name: record[name] for name in ("loss", "imbalance", "events", "flops")})
 
 
@@ -171,15 +174,21 @@ def draw_batches(schema: Any, settings: dict[str, Any], runtime: Any) -> list[An
 
 def measure(methods: dict[str, Method], runtime: Any, *, steps: int) -> dict[str, Any]:
     """Turns of a few steps each, so that what changes on the host changes for both."""
+    import torch
+    from device import EnergyMeter, energy_per_sample
+
     runtime.barrier()
-    done = 0
+    done, why_not = 0, None
+    index = runtime.device.index if runtime.device.type == "cuda" else None
     while done < steps:
         for method in methods.values():
-            for _ in range(min(TURN, steps - done)):
-                method.step()
+            with EnergyMeter(index) as meter:
+                for _ in range(min(TURN, steps - done)):
+                    method.step()
             runtime.barrier()
+            method.joules.append(meter.joules)
+            why_not = meter.unavailable
         done += TURN
-    import torch
 
     rows = {}
     for name, method in methods.items():
@@ -188,6 +197,7 @@ def measure(methods: dict[str, Method], runtime: Any, *, steps: int) -> dict[str
         rows[name] = {
             "step_s": statistics.median(seconds),
             "fastest_step_s": min(seconds),
+            **energy_per_sample(method.joules, method.samples[WARM_UP:], why_not=why_not, gather=runtime.gather_rows),
             "seconds": seconds,
             "load": statistics.mean(one["load"] for one in later),
             "work": statistics.mean(one["seconds"] for one in later),
@@ -201,7 +211,8 @@ def measure(methods: dict[str, Method], runtime: Any, *, steps: int) -> dict[str
 
 def main(absent: list[str]) -> None:
     import torch
-    from device import describe_device
+    from bench_ceilings import measure_ceilings
+    from device import DeviceRecord, describe_device, describe_working_device
     from gem_pipelines.runtime import start_runtime
 
     work, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -219,15 +230,21 @@ def main(absent: list[str]) -> None:
     mark("models and batches")
     measure_first(methods)
     mark("first steps")
+    cuda, none = runtime.device.type == "cuda", DeviceRecord(name="none")
+    before = describe_working_device(runtime.device.index) if cuda else none
     rows = measure(methods, runtime, steps=settings["steps"])
     mark("timed steps")
+    after = describe_device(runtime.device.index) if cuda else none
     for method in methods.values():
         method.close()  # waits for the exchange that is under way
     apart = [abs(a - b) / abs(a) for a, b in zip(*(row["losses"] for row in rows.values()), strict=True)]
+    ceilings = measure_ceilings()[0] if cuda else {}
     if runtime.is_main:
         found = {
             "settings": settings,
-            "device": describe_device(0).to_json() if runtime.device.type == "cuda" else {"name": "CPU"},
+            "ceilings": ceilings,
+            "device_before": before.to_json(),
+            "device": after.to_json(),
             "torch": torch.__version__,
             "stood_in": absent,
             "phases": phases,

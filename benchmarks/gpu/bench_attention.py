@@ -17,10 +17,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from attention_compare import compare, inputs, ours, steps
+from attention_compare import compare
 from attention_shapes import shapes
 from bench_ceilings import measure_ceilings
-from device import describe_device, joules_per_call
+from device import describe_working_device
 from gem_attention.api import attention, make_layout
 from gem_attention.interface import AttentionSpec, MaskSpec
 from record import Measurement, write_measurements
@@ -65,7 +65,7 @@ def check(impl: str) -> None:
 def measure(shape: str, impls: list[str], rounds: int) -> list[Measurement]:
     """Forward and backward of each implementation on one shape; an implementation that cannot run it is left out."""
     found = []
-    for row in compare(shapes()[shape], None, impls, rounds):
+    for row in compare(shapes()[shape], None, impls, rounds, energy_s=1.0):
         if "fwd_ms" not in row:
             print(f"{shape}: {row['name']}: {row['error']}")
             continue
@@ -79,23 +79,11 @@ def measure(shape: str, impls: list[str], rounds: int) -> list[Measurement]:
             case = f"attention_gpu.{impl}_{shape.lower()}_{what}"
             found.append(Measurement(case=case, unit="ms", samples=(row[f"{key}_ms"],), facts=facts))
             print(f"{case}: {row[f'{key}_ms']:.3f} ms, {facts['share_of_matmul']:.2f} of the matrix product")
-        found += energy(shape, impl)
-    return found
-
-
-def energy(shape: str, impl: str) -> list[Measurement]:
-    """Joules of one sequence, forward and backward apart."""
-    of = shapes()[shape]
-    qkv = inputs(of)
-    forward, backward, _ = steps(ours(of, impl), qkv, torch.randn_like(qkv[0]))
-    found = []
-    for what, function in (("forward", forward), ("backward", backward)):
-        joules, why_not = joules_per_call(function, wait=torch.cuda.synchronize)
-        if joules is None:
-            print(f"{shape}, {impl}, {what}: no energy: {why_not}")
-            continue
-        case = f"attention_gpu.{impl}_{shape.lower()}_{what}"
-        found.append(Measurement(case=case, unit="J", samples=(joules / len(of.q_lengths),)))
+            joules = row[f"{key}_joules_per_sequence"]
+            if joules is None:
+                facts["energy_unavailable"] = row["energy_unavailable"]
+            else:
+                found.append(Measurement(case=case, unit="J", samples=(joules,)))
     return found
 
 
@@ -106,9 +94,9 @@ def main() -> None:
     parser.add_argument("--impls", nargs="*", default=["triton"])
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
-    before = describe_device(0)
     for impl in arguments.impls:
         check(impl)
+    before = describe_working_device(0)
     ceilings, _ = measure_ceilings()
     found = [m for shape in arguments.shapes for m in measure(shape, arguments.impls, arguments.rounds)]
     write_measurements(arguments.out, found, ceilings=ceilings, before=before)

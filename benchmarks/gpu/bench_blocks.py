@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from attention_timing import one_ms
 from bench_ceilings import measure_ceilings
-from device import describe_device
+from device import describe_working_device, joules_per_call
 from gem_attention import block_launch
 from gem_attention.block_api import gated, norm_linear, rotary_table
 from gem_attention.block_counting import gate_bytes, projection_cost
@@ -55,6 +55,8 @@ GATES = {
     "rms_silu_heads": GateSpec(activation="silu", norm="rms", per_head=True),
 }
 Contender = tuple[Callable[[], Any], Callable[[], Any]]  # forward, backward
+Times = dict[str, tuple[list[float], list[float]]]  # by contender
+Energy = dict[str, list[tuple[float | None, str | None]]]  # by contender of ours: joules of a call or why none
 
 
 def check_all(part: int = 0, parts: int = 1) -> bool:
@@ -113,19 +115,22 @@ def contender(call: Callable[..., Any], leaves: list[torch.Tensor], above: list[
     return forward, backward
 
 
-def alternate(contenders: dict[str, Contender], rounds: int) -> dict[str, tuple[list[float], list[float]]]:
-    """By name: milliseconds of each round, forward and backward."""
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in contenders}
+def alternate(contenders: dict[str, Contender], rounds: int) -> tuple[Times, Energy]:
+    """By name: milliseconds of each round, forward and backward; then the energy of a call of ours, a second each."""
+    times: Times = {name: ([], []) for name in contenders}
     for turn in range(rounds + 3):
         for name, pair in contenders.items():
             for place, fn in enumerate(pair):
                 ms = one_ms(fn)
                 if turn >= 3:
                     times[name][place].append(ms)
-    return times
+    ours = {name: pair for name, pair in contenders.items() if name.startswith("ours")} if rounds > 1 else {}
+    return times, {
+        name: [joules_per_call(fn, wait=torch.cuda.synchronize) for fn in pair] for name, pair in ours.items()
+    }
 
 
-def projection(name: str, tokens: int, rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+def projection(name: str, tokens: int, rounds: int) -> tuple[Times, Energy]:
     spec = PROJECTIONS[name]
     generator = torch.Generator(device="cuda").manual_seed(0)
 
@@ -159,7 +164,7 @@ def projection(name: str, tokens: int, rounds: int) -> dict[str, tuple[list[floa
     return alternate(contenders, rounds)
 
 
-def gate(name: str, tokens: int, rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+def gate(name: str, tokens: int, rounds: int) -> tuple[Times, Energy]:
     spec = GATES[name]
     a = torch.randn(tokens, HEADS, DIM // HEADS, device="cuda").bfloat16().requires_grad_()
     u, above = (torch.randn(tokens, DIM, device="cuda").bfloat16() for _ in range(2))
@@ -179,12 +184,14 @@ def gate(name: str, tokens: int, rounds: int) -> dict[str, tuple[list[float], li
 def report(
     group: str,
     name: str,
-    times: dict[str, Any],
+    times: Times,
+    energy: Energy,
     *,
+    tokens: int,
     facts: dict[str, tuple[int, int]],
     ceilings: dict[str, float],
 ) -> list[Measurement]:
-    """Print a line each, return the measurements. facts: "flops" and "bytes", forward and backward."""
+    """Print a line each, return the measurements, energy by token. facts: "flops" and "bytes", forward and backward."""
     found = []
     for who, pair in times.items():
         line = [f"{group}.{name:15s} {who:9s}"]
@@ -199,6 +206,12 @@ def report(
                 entry["times_faster_than_best_torch"] = best / ms
                 case = f"blocks_gpu.{group}_{name}_{who}_{what}"
                 found.append(Measurement(case=case, unit="ms", samples=tuple(pair[place]), facts=entry))
+                joules, why_not = energy[who][place] if who in energy else (None, None)
+                if why_not:
+                    entry["energy_unavailable"] = why_not
+                if joules is not None:
+                    by = {"sample": "one token", "tokens": tokens}
+                    found.append(Measurement(case=case, unit="J", samples=(joules / tokens,), facts=by))
         print("  ".join(line), flush=True)
     return found
 
@@ -266,11 +279,11 @@ def measure(group: str, name: str, tokens: int, rounds: int, ceilings: dict[str,
             "flops": (cost.forward_flops, cost.backward_flops),
             "bytes": (cost.forward_min_bytes, cost.backward_min_bytes),
         }
-        times = projection(name, tokens, rounds)
+        times, energy = projection(name, tokens, rounds)
     else:
         facts = {"flops": (0, 0), "bytes": gate_bytes(tokens, DIM)}
-        times = gate(name, tokens, rounds)
-    return report(group, name, times, facts=facts, ceilings=ceilings)
+        times, energy = gate(name, tokens, rounds)
+    return report(group, name, times, energy, tokens=tokens, facts=facts, ceilings=ceilings)
 
 
 def prepare(part: int, parts: int, tokens: int) -> None:
@@ -299,8 +312,8 @@ def main() -> None:
     if arguments.out is None:
         parser.error("--out says where the measurements go")
     deadline = began + arguments.budget_s
-    before = describe_device(0)
     whole = check_all()
+    before = describe_working_device(0)
     ceilings, _ = measure_ceilings()
     print({name: f"{value:.4g}" for name, value in ceilings.items()}, flush=True)
     right = [case for case in cases() if case_is_right(*case)]

@@ -10,13 +10,14 @@
 
 NVLink multicast stays off (NCCL_NVLS_ENABLE=0 and TORCH_SYMM_MEM_DISABLE_MULTICAST=1 are set unless they are already),
 so NCCL's zero-CTA policy is not among the candidates. Rank 0 writes comm.json into $OUT with the device's state.
-A candidate that cannot run is listed with its reason. Times are medians, of the slowest rank.
+A candidate that cannot run is listed with its reason. Times are medians, of the slowest rank; energy is that of rank
+0's card.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import statistics
 import sys
@@ -31,11 +32,13 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "packages" / "comm"))
 
-from device import describe_device
+from bench_ceilings import measure_ceilings
+from device import describe_working_device, joules_per_call
 from gem_comm.interface import Call, Collectives
 from gem_comm.peer_copy import PeerCopyCollectives
 from gem_comm.probing import fit_line
 from gem_comm.torch_collectives import TorchCollectives
+from record import write_record
 
 MIB = 1 << 20
 SIDE = 8192
@@ -65,6 +68,14 @@ def milliseconds(run: Run, *, repeat: int, warm: int = 5) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(stop))
     return slowest(statistics.median(times))
+
+
+def joules(run: Run, ms: float) -> dict[str, Any]:
+    """Energy of one call on rank 0's card, over about a second: as many calls on every rank."""
+    calls, index = max(10, math.ceil(1000 / ms)), torch.cuda.current_device()
+    dist.barrier()
+    found, why_not = joules_per_call(run, wait=torch.cuda.synchronize, calls=calls, index=index)
+    return {"joules": found} if why_not is None else {"joules": None, "energy_unavailable": why_not}
 
 
 def candidates(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
@@ -114,7 +125,8 @@ def sizes_table(found: dict[str, Any], sizes: list[int], repeat: int) -> list[di
                 continue
             run = gather_of(candidate, x, out)
             check_gather(name, run, x)
-            rows.append({"what": "all_gather", "by": name, "mib": mib, "ms": milliseconds(run, repeat=repeat)})
+            ms = milliseconds(run, repeat=repeat)
+            rows.append({"what": "all_gather", "by": name, "mib": mib, "ms": ms, **joules(run, ms)})
         whole = x.new_ones(x.numel() * world)
         part = nccl.reduce_scatter(whole)
         if not torch.equal(part, torch.full_like(part, world)):
@@ -126,7 +138,8 @@ def sizes_table(found: dict[str, Any], sizes: list[int], repeat: int) -> list[di
             "all_to_all": lambda x=x, each=each: nccl.all_to_all(x, send_rows=each, receive_rows=each),
         }
         for what, run in runs.items():
-            rows.append({"what": what, "by": "nccl", "mib": mib, "ms": milliseconds(run, repeat=repeat)})
+            ms = milliseconds(run, repeat=repeat)
+            rows.append({"what": what, "by": "nccl", "mib": mib, "ms": ms, **joules(run, ms)})
     return rows
 
 
@@ -186,6 +199,9 @@ def main() -> int:
     if dist.get_world_size() < 2:
         print("comm.py compares GPUs with each other: start it with torchrun on at least two", file=sys.stderr)
         return 1
+    before = describe_working_device(local)
+    ceilings, _ = measure_ceilings()
+    torch.cuda.empty_cache()
     found = candidates(group, device)
     sizes = sizes_table(found, given.sizes_mib, given.repeat)
     overlap = overlap_table(found, given.repeat)
@@ -194,17 +210,13 @@ def main() -> int:
     latency, bandwidth = fit_line([steps * row["mib"] * MIB for row in gathers], [row["ms"] / 1e3 for row in gathers])
     if dist.get_rank() == 0:
         record = {
-            "device": describe_device(0).to_json(),
-            "torch": torch.__version__,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "world_size": dist.get_world_size(),
             "sizes": sizes,
             "overlap": overlap,
             "line": {"latency_s": latency / steps, "bandwidth_bytes_per_s": bandwidth},
         }
-        folder = Path(os.environ.get("OUT", "."))
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "comm.json").write_text(json.dumps(record, indent=1))
+        write_record(Path(os.environ.get("OUT", ".")) / "comm.json", record, ceilings=ceilings, before=before)
         for row in (*sizes, *overlap, record["line"]):
             print({k: round(v, 4) if isinstance(v, float) and v < 1e3 else v for k, v in row.items()}, flush=True)
     dist.barrier()

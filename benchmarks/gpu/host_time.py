@@ -21,6 +21,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench_ceilings import measure_ceilings
+from device import describe_working_device
+from record import write_record
+
 # name -> (environment, what `worker` switches)
 SETTINGS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "tf32": ({}, {}),
@@ -78,6 +84,9 @@ def main() -> int:
     if len(sys.argv) > 1:
         print(json.dumps(worker(json.loads(sys.argv[1]))), flush=True)
         return 0
+    before = describe_working_device(0)
+    ceilings, _ = measure_ceilings()
+    torch.cuda.empty_cache()
     # Few at a time: each needs a core of its own, and start-up is most of their time.
     waiting, found = list(SETTINGS.items()), {}
     while waiting:
@@ -102,9 +111,9 @@ def main() -> int:
                 process.kill()
                 said, error = "", "not within 60 s"
             found[name] = json.loads(said) if process.returncode == 0 else {"error": error[-500:]}
-    out = Path(os.environ.get("OUT", "."))
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "host_time.json").write_text(json.dumps(found, indent=1))
+    path = Path(os.environ.get("OUT", ".")) / "host_time.json"
+    without = {"energy": "what is timed is the host"}
+    write_record(path, {"settings": found}, ceilings=ceilings, before=before, without=without)
     for name, result in found.items():
         if "error" in result:
             print(f"{name}: {result['error'].strip().splitlines()[-1]}")

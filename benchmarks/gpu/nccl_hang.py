@@ -19,7 +19,6 @@ with 1 where a case failed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import socket
@@ -32,10 +31,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from device import DeviceRecord, describe_device
+from record import write_record
+
 RANK = Path(__file__).with_name("nccl_hang_rank.py")
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (*ROOT.glob("packages/*/"), ROOT / "pipelines", ROOT / "datasets", ROOT / "benchmarks")
 sys.path[:0] = map(str, PACKAGES)
+WITHOUT = dict.fromkeys(("energy", "ceilings", "device_before"), "faults are tried; what is timed is how jobs end")
 WORLD, LIMIT_S, SLACK_S = 2, 5.0, 5.0
 OPTIONS = ("rows=2000", "users=100", "items=200", "streams=2", "max_length=12")
 
@@ -315,7 +320,8 @@ def main() -> int:
             for case, result in trained.items():
                 say(case, result)
     record = {"device": given.device, "seconds": time.monotonic() - begin, "cases": found}
-    (out / "nccl_hang.json").write_text(json.dumps(record, indent=1) + "\n")
+    device = describe_device(0) if given.device == "cuda" else DeviceRecord(name="none")
+    write_record(out / "nccl_hang.json", record, ceilings={}, before=device, after=device, without=WITHOUT)
     return int(any(result["failed"] for result in found.values()))
 
 

@@ -37,6 +37,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 WORKER = Path(__file__).with_name("parallel_worker.py")
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (*ROOT.glob("packages/*/"), ROOT / "pipelines", ROOT / "benchmarks")
@@ -173,6 +175,27 @@ def default_worlds(device: str) -> list[int]:
     return [world for world in (1, 2, 4) if world <= count]
 
 
+def write(path: Path, record: dict[str, Any]) -> None:
+    """The record with rank 0's device of the last world, and what a GPU reached before one process was measured."""
+    from device import DeviceRecord
+    from record import write_record
+
+    worlds = record["worlds"]
+    last = worlds[max(worlds)] if worlds else {}
+    none = {"name": "none", "unavailable": {"name": "no world ended"}}
+    before, after = (DeviceRecord(**last.get(key, none)) for key in ("device_before", "device"))
+    topology = worlds[1]["speed"].get("topology") if worlds else None
+    ceilings, without = {}, {}
+    if topology:
+        ceilings = {
+            "bf16_matmul_flop_per_s": topology["flops_per_s"],
+            "copy_bytes_per_s": topology["memory_bytes_per_s"],
+        }
+    else:
+        without = dict.fromkeys(("energy", "ceilings"), "results are compared, nothing is timed")
+    write_record(path, record, ceilings=ceilings, before=before, after=after, without=without)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -213,10 +236,8 @@ def main() -> int:
                 failures.append(str(problem)[-2000:])
                 if world == 1:
                     break
-    out = Path(os.environ.get("OUT", "."))
-    out.mkdir(parents=True, exist_ok=True)
     record = {"arguments": settings, "size": size, "attention": attention, "worlds": found, "failures": failures}
-    (out / "parallel.json").write_text(json.dumps(record, indent=1))
+    write(Path(os.environ.get("OUT", ".")) / "parallel.json", record)
     for lines in (rows_of(found), speed_rows(found) if found else []):
         if lines:
             print_table(lines)

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import numpy
 import parallel_cases as cases
 import torch
-from device import describe_device
+from device import DeviceRecord, EnergyMeter, describe_device, describe_working_device, energy_per_sample
 from gem_comm.api import Traffic, make_collectives, observe_traffic, probe_topology
 from gem_comm.fsdp import FsdpAllGather
 from gem_comm.interface import Device, Meshes, Tier, Topology
@@ -202,11 +203,13 @@ def timed(trainer: Trainer, batches: list[Any], steps: int) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats() if runtime.device.type == "cuda" else None
     train(trainer, batches, 6)
     traffic = counted(trainer, batches[0])
-    marks = [begin(runtime)]
-    with only_new_garbage(), watched(trainer) as spent:
-        train(trainer, batches, steps, after=lambda: marks.append(time.perf_counter()))
-    synchronize(runtime)
-    mean = (time.perf_counter() - marks[0]) / steps
+    marks, meter = [begin(runtime)], EnergyMeter(own_device(runtime))
+    with meter:
+        with only_new_garbage(), watched(trainer) as spent:
+            train(trainer, batches, steps, after=lambda: marks.append(time.perf_counter()))
+        synchronize(runtime)
+        mean = (time.perf_counter() - marks[0]) / steps
+    samples = sum(batches[number % len(batches)][0].sample_ids.shape[0] for number in range(steps))
     seconds = [stop - start for start, stop in itertools.pairwise(marks)]
     exposed: dict[str, Any] = {}
     if runtime.device.type == "cuda":
@@ -217,12 +220,18 @@ def timed(trainer: Trainer, batches: list[Any], steps: int) -> dict[str, Any]:
         "step_s": slowest(statistics.median(seconds), runtime),
         "mean_step_s": slowest(mean, runtime),
         "fastest_step_s": slowest(min(seconds), runtime),
+        **energy_per_sample([meter.joules], [samples], why_not=meter.unavailable, gather=runtime.gather_rows),
         "host_phases_s": host,
         "host_s": statistics.median(seconds) - host.get("wait", 0.0),
         "bytes_by_group": {f"{axis} {kind}": sent for (axis, kind), sent in traffic.sent.items() if sent},
         **exposed,
         "memory_bytes": torch.cuda.max_memory_allocated() if runtime.device.type == "cuda" else None,
     }
+
+
+def own_device(runtime: Runtime) -> int | None:
+    """torch's number of this rank's GPU; None on the CPU."""
+    return runtime.device.index if runtime.device.type == "cuda" else None
 
 
 def unit_host_s(runtime: Runtime, layers: int = 6, steps: int = 20) -> float:
@@ -313,7 +322,7 @@ def measured_device(runtime: Runtime) -> Device:
         best = min(best, time.perf_counter() - start)
     memory = torch.cuda.get_device_properties(runtime.device).total_memory if runtime.device.type == "cuda" else 8e9
     return Device(
-        name=describe_device(0).name,
+        name=look(describe_device, runtime).name,
         flops_per_s=peak,
         memory_bytes=float(memory),
         memory_bytes_per_s=8.0 * count / best,
@@ -405,16 +414,24 @@ def measure(work: Path, runtime: Runtime, given: dict[str, Any]) -> dict[str, An
     return speed(work, runtime, size, given["attention"], **settings)
 
 
+def look(describe: Callable[[int], DeviceRecord], runtime: Runtime) -> DeviceRecord:
+    """This rank's GPU."""
+    index = own_device(runtime)
+    return DeviceRecord(name="none") if index is None else describe(index)
+
+
 def main(absent: list[str]) -> None:
     work, given = sys.argv[1], json.loads(sys.argv[2])
     runtime = start_runtime(device=given["device"], threads=1, deterministic=True, timeout=timedelta(seconds=120))
     found: dict[str, Any] = {"world_size": runtime.world_size, "parity": [], "speed": {"rows": []}}
+    before = look(describe_working_device, runtime)
     if given["only"] != "speed":
         found["parity"] = parity(Path(work), runtime)
     if given["only"] != "parity":
         found["speed"] = measure(Path(work), runtime, given)
     if runtime.is_main:
-        found |= {"device": describe_device(0).to_json(), "torch": torch.__version__, "stood_in": absent}
+        found |= {"device_before": before.to_json(), "device": look(describe_device, runtime).to_json()}
+        found |= {"torch": torch.__version__, "stood_in": absent}
         (Path(work) / f"world-{runtime.world_size}.json").write_text(json.dumps(found, indent=1))
     runtime.barrier()
     runtime.close()

@@ -24,7 +24,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from device import DeviceRecord, describe_working_device
+from record import write_record
+
 ROOT = Path(__file__).resolve().parents[2]
+WITHOUT = {"energy": "results are compared, nothing is timed", "ceilings": "results are compared, nothing is timed"}
 TIME_LIMIT_S = 240
 
 
@@ -191,12 +197,14 @@ def main() -> int:
 
         worlds = [n for n in (1, 2) if given.device == "cpu" or n <= torch.cuda.device_count()]
     record: dict[str, Any] = {"device": given.device, "worlds": {}}
+    before = describe_working_device(0) if given.device == "cuda" else DeviceRecord(name="none")
     with tempfile.TemporaryDirectory() as folder:
         for world in worlds:
             record["worlds"][world] = launch(given.device, world, Path(folder))
-    out = Path(os.environ.get("OUT", "."))
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "tables.json").write_text(json.dumps(record, indent=1))
+    path = Path(os.environ.get("OUT", ".")) / "tables.json"
+    write_record(
+        path, record, ceilings={}, before=before, after=None if given.device == "cuda" else before, without=WITHOUT
+    )
     failed = 0
     for world, found in record["worlds"].items():
         for row in found:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from convert import convert, machine_name
 from device import DeviceRecord
 from gate_asv import ROOT, git, load
-from record import Measurement, read_measurements, write_measurements
+from record import Measurement, commit_at_hand, lacking, read_measurements, write_measurements, write_record
 
 GPU = DeviceRecord(name="NVIDIA H200", driver="580.1", power_cap_w=700.0, throttle_reasons=("software_power_cap",))
+
+
+CEILINGS = {"bf16_matmul_flop_per_s": 7.8e14, "copy_bytes_per_s": 4.2e12}
+BUSY = DeviceRecord(
+    name="NVIDIA H200", driver="580.1", sm_clock_mhz=1740, power_cap_w=700.0, throttle_reasons=("software_power_cap",)
+)
+
+
+@pytest.fixture(autouse=True)
+def without_git(tmp_path, monkeypatch):
+    """As on a GPU host, where the copy of this repository has none."""
+    monkeypatch.setattr("record.HERE", tmp_path)
+    monkeypatch.delenv("GEMLINE_COMMIT", raising=False)
 
 
 def file_with(path, *measurements, device=GPU):
@@ -77,3 +91,115 @@ def test_nothing_measured_writes_no_file(tmp_path):
 
 def test_machine_names():
     assert machine_name("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
+
+
+def test_a_commit_other_than_the_measured_one_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("GEMLINE_COMMIT", git("rev-parse", "HEAD", repo=ROOT))
+    path = file_with(tmp_path / "a.json", Measurement(case="a.b", unit="ms", samples=(1.0,)))
+    with pytest.raises(ValueError, match="--commit HEAD~1 is not the commit that was measured"):
+        convert(path, results=tmp_path / "results", records=tmp_path / "records", commit="HEAD~1")
+    assert not (tmp_path / "results").exists()
+    convert(path, results=tmp_path / "results", records=tmp_path / "records", commit="HEAD")
+
+
+def test_a_tree_that_was_not_as_committed_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("GEMLINE_COMMIT", git("rev-parse", "HEAD", repo=ROOT) + "-dirty")
+    path = file_with(tmp_path / "a.json", Measurement(case="a.b", unit="ms", samples=(1.0,)))
+    assert json.loads(path.read_text())["dirty"] is True
+    with pytest.raises(ValueError, match="measured on a tree with uncommitted changes"):
+        convert(path, results=tmp_path / "results", records=tmp_path / "records")
+
+
+def test_the_commit_is_gits_or_the_named_one(tmp_path, monkeypatch):
+    assert commit_at_hand() == (None, None)
+    for given, expected in {"abc": ("abc", None), "abc-clean": ("abc", False), "abc-dirty": ("abc", True)}.items():
+        monkeypatch.setenv("GEMLINE_COMMIT", given)
+        assert commit_at_hand() == expected
+    monkeypatch.setenv("GEMLINE_COMMIT", "abc-later")
+    with pytest.raises(ValueError, match="expected a commit, alone or with -clean or -dirty"):
+        commit_at_hand()
+    monkeypatch.delenv("GEMLINE_COMMIT")
+    (tmp_path / "benchmarks").mkdir()
+    monkeypatch.setattr("record.HERE", tmp_path / "benchmarks")
+    git("init", "--quiet", repo=tmp_path)
+    (tmp_path / "file").write_text("as committed")
+    git("add", "file", repo=tmp_path)
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "one", repo=tmp_path)
+    head = git("rev-parse", "HEAD", repo=tmp_path)
+    (tmp_path / "results.json").write_text("git does not know this one")
+    assert commit_at_hand() == (head, False)
+    (tmp_path / "file").write_text("changed")
+    assert commit_at_hand() == (head, True)
+    monkeypatch.setenv("GEMLINE_COMMIT", "abc")
+    with pytest.raises(ValueError, match=f"GEMLINE_COMMIT is abc, but .* is at {head}"):
+        commit_at_hand()
+    monkeypatch.delenv("GEMLINE_COMMIT")
+    (tmp_path / "other" / "benchmarks").mkdir(parents=True)
+    monkeypatch.setattr("record.HERE", tmp_path / "other" / "benchmarks")  # a copy within somebody else's repository
+    assert commit_at_hand() == (None, None)
+
+
+def test_a_record_has_all_facts_or_says_which_not(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "new" / "record.json"
+    monkeypatch.setenv("GEMLINE_COMMIT", "abc-clean")
+    write_record(path, {"rows": [{"ms": 1.0, "joules": 2.0}]}, ceilings=CEILINGS, before=BUSY, after=BUSY)
+    tree = json.loads(path.read_text())
+    assert (tree["commit"], tree["dirty"], tree["rows"]) == ("abc", False, [{"ms": 1.0, "joules": 2.0}])
+    assert tree["device_before"]["throttle_reasons"] == ["software_power_cap"]
+    assert tree["ceilings"] == CEILINGS
+    assert {"torch", "python"} <= tree["versions"].keys()
+    assert lacking(tree) == []
+    assert capsys.readouterr().err == ""
+    monkeypatch.delenv("GEMLINE_COMMIT")
+    idle = DeviceRecord(name="NVIDIA H200", driver="580.1", sm_clock_mhz=345, throttle_reasons=("gpu_idle",))
+    write_record(path, {"rows": [{"joules": None}]}, ceilings={}, before=idle, after=BUSY)
+    expected = ["commit", "dirty", "device_before.power_cap_w", "device_before at work (it is the idle card)"]
+    assert lacking(json.loads(path.read_text())) == [*expected, "ceilings", "energy"]
+    assert "lacks commit, dirty, device_before.power_cap_w" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="the writer's too: ceilings"):
+        write_record(path, {"ceilings": 3}, ceilings={}, before=BUSY, after=BUSY)
+
+
+def test_a_reason_stands_for_a_fact(tmp_path, monkeypatch):
+    monkeypatch.setenv("GEMLINE_COMMIT", "abc-clean")
+    path = tmp_path / "record.json"
+    refused = {"rows": [{"joules": None, "energy_unavailable": "Not Supported"}]}
+    write_record(path, refused, ceilings={}, before=BUSY, after=BUSY, without={"ceilings": "nothing is timed"})
+    assert lacking(json.loads(path.read_text())) == []
+    uncapped = DeviceRecord(
+        name="NVIDIA H200",
+        driver="580.1",
+        sm_clock_mhz=1740,
+        throttle_reasons=(),
+        unavailable={"power_cap_w": "Not Supported"},
+    )
+    write_record(path, refused, ceilings=CEILINGS, before=uncapped, after=uncapped)
+    assert lacking(json.loads(path.read_text())) == []
+
+
+def test_every_program_on_a_gpu_writes_through_the_writer():
+    """What leaves results in $OUT or --out does so with the facts; ranks hand theirs to the program that does."""
+    programs = [*(ROOT / "benchmarks" / "gpu").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    texts = {path.name: path.read_text() for path in programs}
+    leaving = {name for name, text in texts.items() if re.search(r'"OUT"|"--out"', text)}
+    assert {"attention_compare.py", "bench_blocks.py", "comm.py", "parallel.py", "request_level.py"} <= leaving
+    without = {name for name in leaving if not re.search(r"\bwrite_(record|measurements)\(", texts[name])}
+    assert without == set()
+    ceilings_and_device = {name for name in leaving if not re.search(r"\bceilings=", texts[name])}
+    assert ceilings_and_device == set()
+
+
+def test_energy_of_the_block_is_by_token(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu"))
+    from bench_blocks import report
+
+    times = {name: ([4.0, 2.0], [6.0, 6.0]) for name in ("eager", "compiled", "ours")}
+    facts = {"flops": (100, 200), "bytes": (10, 20)}
+    energy = {"ours": [(2.0, None), (None, "Not Supported")]}
+    found = report("gate", "rms", times, energy, tokens=1000, facts=facts, ceilings=CEILINGS)
+    joules = [m for m in found if m.unit == "J"]
+    assert [(m.case, m.samples, m.facts["tokens"]) for m in joules] == [
+        ("blocks_gpu.gate_rms_ours_forward", (0.002,), 1000)
+    ]
+    backward = next(m for m in found if m.case == "blocks_gpu.gate_rms_ours_backward")
+    assert backward.facts["energy_unavailable"] == "Not Supported"

@@ -7,7 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from device import DeviceRecord, EnergyMeter, describe_device, joules_per_call
+from device import (
+    DeviceRecord,
+    EnergyMeter,
+    describe_device,
+    describe_working_device,
+    energy_per_sample,
+    joules_per_call,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +175,40 @@ def test_energy_of_a_call_is_taken_over_many():
     assert waits[-1] == len(calls)
     refused = FakeNvml("nvmlDeviceGetTotalEnergyConsumption")
     assert joules_per_call(lambda: None, wait=lambda: None, at_least_s=0.0, nvml=refused)[0] is None
+
+
+def test_energy_of_exactly_so_many_calls():
+    """Collectives: a rank that calls once more than the others waits for ever."""
+    calls = []
+    joules_per_call(lambda: calls.append(1), wait=lambda: None, calls=23, nvml=FakeNvml())
+    assert len(calls) == 23
+
+
+def test_energy_of_all_ranks_for_the_samples_of_all():
+    """30 J for 10 samples here, 60 J for 20 on the other rank."""
+    other = torch.tensor([[60.0, 20.0]], dtype=torch.float64)
+    found = energy_per_sample([10.0, 20.0], [4, 6], why_not=None, gather=lambda rows: torch.cat([rows, other]))
+    assert found == {"joules_per_sample": 3.0, "energy_unavailable": None}
+    none = energy_per_sample([10.0, None], [4, 6], why_not="Not Supported", gather=lambda rows: rows)
+    assert none == {"joules_per_sample": None, "energy_unavailable": "Not Supported"}
+
+
+def test_the_working_card_is_looked_at_while_it_works():
+    card, events = FakeNvml(), []
+    find = card.find
+    card.find = lambda uuid: events.append("look") or find(uuid)
+    record = describe_working_device(
+        0, seconds=0.0, work=lambda: events.append("work"), wait=lambda: events.append("wait"), nvml=card
+    )
+    assert events == ["look", "work", "look", "wait"]
+    assert record.sm_clock_mhz == 1980
+    events.clear()
+    describe_working_device(
+        0, seconds=0.005, work=lambda: events.append("work"), wait=lambda: events.append("wait"), nvml=card
+    )
+    assert events[:3] == ["look", "work", "wait"]
+    assert events[-3:] == ["work", "look", "wait"]
+    assert describe_working_device(7, nvml=card).name == "none"
 
 
 def test_a_card_without_an_energy_counter():

@@ -41,6 +41,7 @@ def recorded(repo, tmp_path, monkeypatch):
     """results/ with one GPU measurement at each of the named commits."""
     path, commits = repo
     monkeypatch.setattr("convert.HERE", path)
+    monkeypatch.setattr("record.HERE", tmp_path)  # no git there, as on a GPU host
     results = tmp_path / "results"
 
     def add(*names):
