@@ -147,15 +147,15 @@ def write_record(
 ) -> None:
     """Write a record of any form, `found`, whole or not at all; the other arguments are those of `facts`.
 
-    without: fact that does not apply ("energy", "ceilings", "device_before") -> why. A fact that is lacking without a
-    reason is named on standard error. ValueError where `found` has a key of the facts.
+    without: fact that does not apply ("energy", "ceilings", "device_before") -> why. On a GPU a fact that is
+    lacking without a reason is named on standard error. ValueError where `found` has a key of the facts.
     """
     about = {"format": RECORD_FORMAT, **facts(ceilings=ceilings, before=before, after=after), "without": without or {}}
     if clash := sorted(about.keys() & found.keys()):
         raise ValueError(f"{path}: the record's own keys are the writer's too: {', '.join(clash)}")
     tree = {**about, **found}
     write_whole(path, json.dumps(tree, indent=1))
-    if lacks := lacking(tree):
+    if before.name != "none" and (lacks := lacking(tree)):
         print(f"{path} lacks {', '.join(lacks)}", file=sys.stderr)
 
 

@@ -275,14 +275,16 @@ def draw_batch(schema: Any, settings: dict[str, Any], number: int) -> Any:
 
 def show(found: dict[str, Any]) -> None:
     forms = found["forms"]
-    print(f"{found['device']['name']}, torch {found['torch']}, {found['seconds']:.0f} s: {found['settings']}")
+    cpu = found["device"]["name"] == "none"
+    print(
+        f"{'CPU' if cpu else found['device']['name']}, torch {found['torch']}, {found['seconds']:.0f} s: {found['settings']}"
+    )
     print("form        samples/s   ms a step   MFLOPs/sample   ids/sample   batch bytes/sample   peak GB")
     for name, row in forms.items():
         print(
             f"{name:9s} {row['samples_per_s']:11,.0f} {row['step_s'] * 1e3:11.1f} {row['flops_a_sample'] / 1e6:15.1f} "
             f"{row['ids_a_sample']:12.1f} {row['batch_bytes_a_sample']:20,.0f} {row['peak_bytes'] / 1e9:9.2f}"
         )
-    cpu = found["device"]["name"] == "none"
     for name in FORMS[:2]:
         row, plain = forms[name], forms["samples"]
         line = f"{name} against samples: {plain['step_s'] / row['step_s']:.2f}x faster"
