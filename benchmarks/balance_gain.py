@@ -60,7 +60,7 @@ def main() -> int:
         before, after = DeviceRecord(**found.pop("device_before")), DeviceRecord(**found["device"])
         path = Path(os.environ["OUT"]) / "balance_gain.json"
         write_record(path, found, ceilings=found.pop("ceilings"), before=before, after=after)
-    print(f"{found['device']['name']}: {chosen}")
+    print(f"{found['device']['name'] if cuda else 'CPU'}: {chosen}")
     print("phases, seconds since the start: " + ", ".join(f"{name} {at:.0f}" for name, at in found["phases"].items()))
     print("balance   ms a step (median, fastest)   load   own work   (max over mean of the ranks, mean over steps)")
     for method, row in found["methods"].items():

@@ -276,9 +276,8 @@ def draw_batch(schema: Any, settings: dict[str, Any], number: int) -> Any:
 def show(found: dict[str, Any]) -> None:
     forms = found["forms"]
     cpu = found["device"]["name"] == "none"
-    print(
-        f"{'CPU' if cpu else found['device']['name']}, torch {found['torch']}, {found['seconds']:.0f} s: {found['settings']}"
-    )
+    name = "CPU" if cpu else found["device"]["name"]
+    print(f"{name}, torch {found['torch']}, {found['seconds']:.0f} s: {found['settings']}")
     print("form        samples/s   ms a step   MFLOPs/sample   ids/sample   batch bytes/sample   peak GB")
     for name, row in forms.items():
         print(
