@@ -70,14 +70,15 @@ def _stream_terms(stream: StreamPlan) -> list[CostTerm]:
 def flops_cost(schema: Schema, config: ModelConfig) -> CostModel:
     """Training FLOPs of a row as a cost model: the terms fitted to counted operations of many lengths.
 
-    Window attention is counted with its context and candidate, whose masks are no plain windows: there it is close,
-    elsewhere exact up to rounding.
+    Coefficients are whole numbers, the same on every host (cost.py of gem_data). Window attention is counted with its
+    context and candidate, whose masks are no plain windows: there it is close, elsewhere exact. per_step is what a
+    batch costs whatever its rows, as the products of learned summary tokens with their weights.
     """
     terms = cost_terms(schema, config)
     rng = np.random.default_rng(0)
     observations = []
     for number in range(8 * (len(terms) + 2)):
-        longest = max(1, round(2 ** rng.uniform(0, 11)))
+        longest = 1 << int(rng.integers(0, 12))
         lengths = {
             stream.name: rng.integers(0, min(longest, stream.max_length) + 1, 1 + number % 3)
             for stream in schema.streams
@@ -92,7 +93,13 @@ def flops_cost(schema: Schema, config: ModelConfig) -> CostModel:
             Observation(lengths=lengths, rows=rows, value=float(sum(counted.values())), impressions=counts)
         )
     model, _, _ = fit_cost(terms, observations, unit="flops", held_out=0)
-    return model
+    return replace(
+        model,
+        per_step=float(round(model.per_step)),
+        per_sample=float(round(model.per_sample)),
+        per_impression=float(round(model.per_impression)),
+        terms=tuple(replace(term, coefficient=float(round(term.coefficient))) for term in model.terms),
+    )
 
 
 def load_model(config: BalanceConfig, schema: Schema, model: ModelConfig) -> CostModel:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import math
 import statistics
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from gem_data.api import build_loader, write_dataset
+from gem_data.api import build_loader, cost_from_dict, write_dataset
 from gem_data.balance import base_batch_order, budget_batches, imbalance, partition
 from gem_data.blocks import chunks_of
 from gem_data.interface import CostModel, CostTerm, DataError, LoaderConfig
@@ -185,6 +187,24 @@ def test_a_resumed_loader_with_base_batches_goes_on_with_the_same_rows(tmp_path)
     )
     with pytest.raises(DataError, match=r"config\.base_batch: the state has 3, this loader None"):
         other.load_state_dict(state)
+
+
+def test_a_state_of_another_cost_says_what_to_do(tmp_path) -> None:
+    """Of a version or host whose coefficients differed in the last bit: refused, and read with the state's own."""
+    write_tiny(tmp_path / "d", train_rows=60)
+    old, new = (dataclasses.replace(COST, per_sample=value) for value in (1.0, math.nextafter(1.0, 2.0)))
+    config = LoaderConfig(global_batch_size=24, base_batch=12, cost=old)
+    loader = build_loader(tmp_path / "d", split="train", config=config)
+    for batch in itertools.islice(loader.epoch(), 1):
+        loader.mark_trained(batch)
+    state = json.loads(json.dumps(loader.state_dict()))
+    moved = build_loader(tmp_path / "d", split="train", config=dataclasses.replace(config, cost=new))
+    with pytest.raises(DataError, match=r"config\.cost: .*Resume with the cost of the state \(cost_from_dict reads it"):
+        moved.load_state_dict(state)
+    cost = cost_from_dict(state["config"]["cost"], source="state")
+    again = build_loader(tmp_path / "d", split="train", config=dataclasses.replace(config, cost=cost))
+    again.load_state_dict(state)
+    assert next(again.epoch()).step == 1
 
 
 def flip_in_group(path: Path, footer: Footer) -> None:

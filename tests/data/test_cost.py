@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -84,10 +86,44 @@ def test_nnls_is_that_of_scipy() -> None:
     for _ in range(100):
         a, b = rng.standard_normal((12, 5)), rng.standard_normal(12)
         wanted, residual = scipy.nnls(a, b)
-        found = nnls(a, b)
+        exact = nnls([[Fraction(v) for v in row] for row in a.tolist()], [Fraction(v) for v in b.tolist()])
+        found = np.array([float(value) for value in exact])
         assert (found >= 0).all()
         assert float(np.linalg.norm(a @ found - b)) == pytest.approx(residual, rel=1e-8)
         np.testing.assert_allclose(found, wanted, atol=1e-8)
+
+
+def test_a_fit_does_not_depend_on_the_last_bits_of_linear_algebra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They differ between kinds of processors. Two terms that no observation tells apart: the first one has it all."""
+    planted = CostModel(
+        unit="seconds", per_step=3e-3, per_sample=1e-4, terms=(CostTerm(stream="views", coefficient=2e-6),)
+    )
+    observed = observe(planted, count=40, noise=0.05)
+    terms = (*TERMS, CostTerm(stream="views", extra=1))
+    first, _, _ = fit_cost(terms, observed, unit="seconds")
+    solve, norm = np.linalg.lstsq, np.linalg.norm
+    monkeypatch.setattr(np.linalg, "lstsq", lambda *a, **k: (solve(*a, **k)[0] * (1 + 2**-50), None, None, None))
+    monkeypatch.setattr(np.linalg, "norm", lambda *a, **k: norm(*a, **k) * (1 + 2**-51))
+    second, _, _ = fit_cost(terms, observed, unit="seconds")
+    assert second == first
+
+
+def test_a_cost_of_whole_numbers_is_found_as_such() -> None:
+    """Also where two columns are multiples of one another, and one unknown is 0."""
+    terms = (
+        CostTerm(stream="views"),
+        CostTerm(stream="buys", pairs=True),
+        CostTerm(stream="buys", pairs=True, window=999),
+    )
+    planted = CostModel(
+        unit="flops",
+        per_step=4608.0,
+        per_sample=64641.0,
+        terms=tuple(dataclasses.replace(t, coefficient=c) for t, c in zip(terms, (7744.0, 224.0, 0.0), strict=True)),
+    )
+    found, on_fit, held_out = fit_cost(terms, observe(planted, count=40, noise=0.0), unit="flops")
+    assert found == planted
+    assert (on_fit.worst, held_out.worst) == (0.0, 0.0)
 
 
 def test_too_few_or_impossible_measurements_are_refused() -> None:

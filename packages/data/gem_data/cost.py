@@ -11,8 +11,12 @@ can as well be written by hand or derived from counted FLOPs.
 A row that is a request is loaded with all its impressions: what each adds (its candidate's tokens and pairs, the part
 of the model that it alone computes) stands beside what its history costs once.
 
-Non-negative least squares is the active-set method of Lawson and Hanson (1974, chapter 23). Cost: numpy over the rows;
-the fit is of a handful of unknowns.
+Non-negative least squares is the active-set method of Lawson and Hanson (1974, chapter 23), in fractions: libraries of
+linear algebra round differently on each kind of processor, and a cost decides the order of rows and stands in loader
+states, so the same observations must give the same coefficients to the last bit on all hosts of a job and after it has
+moved. Without rounding there is no tolerance either, and what is a polynomial of whole numbers is found as such.
+
+Cost: numpy over the rows; a fit of 10 unknowns to 100 observations takes some tenths of a second.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -195,11 +200,12 @@ def fit_cost(
     values = np.array([o.value for o in kept])
     if not (np.isfinite(values).all() and (values > 0).all()):
         raise ValueError("observations: expected values above 0, came others: measure again")
-    matrix = np.array([_unknowns(terms, o, requests) for o in kept])
-    # Relative errors; columns of size 1, so that a tolerance means the same for all.
-    scaled = matrix / values[:, None]
-    size = np.maximum(np.linalg.norm(scaled, axis=0), np.finfo(float).tiny)
-    found = nnls(scaled / size, np.ones(len(kept))) / size
+    weights = [Fraction(float(1 / value)) for value in values]  # of relative errors
+    matrix = [
+        [Fraction(count) * weight for count in _unknowns(terms, o, requests)]
+        for o, weight in zip(kept, weights, strict=True)
+    ]
+    found = nnls(matrix, [Fraction(o.value) * weight for o, weight in zip(kept, weights, strict=True)])
     model = CostModel(
         unit=unit,
         per_step=float(found[0]),
@@ -217,7 +223,7 @@ def _unknowns(terms: Sequence[CostTerm], o: Observation, requests: bool) -> list
     """What one observation counts of each unknown; the last one is of further impressions, where there are requests."""
     counted = [float(term_counts(term, o.lengths[term.stream], o.impressions).sum()) for term in terms]
     further = 0 if o.impressions is None else int(o.impressions.sum()) - o.rows
-    return [1.0, o.rows, *counted, *([further] if requests else [])]
+    return [1.0, float(o.rows), *counted, *([float(further)] if requests else [])]
 
 
 def fit_error(model: CostModel, observations: Sequence[Observation]) -> FitError:
@@ -226,32 +232,49 @@ def fit_error(model: CostModel, observations: Sequence[Observation]) -> FitError
     return FitError(count=len(errors), mean=float(np.mean(errors)) if errors else 0.0, worst=max(errors, default=0.0))
 
 
-def nnls(matrix: Float64, target: Float64) -> Float64:
-    """argmin |matrix x - target| over x >= 0 (Lawson and Hanson)."""
-    count = matrix.shape[1]
-    x, active = np.zeros(count), np.zeros(count, dtype=bool)
-    tolerance = 1e-12 * max(1.0, float(np.abs(matrix.T @ target).max(initial=0.0)))
-    for _ in range(30 * count):
-        gradient = matrix.T @ (target - matrix @ x)
-        gradient[active] = -np.inf
-        if not count or gradient.max() <= tolerance:
-            break
-        active[int(np.argmax(gradient))] = True
+def nnls(matrix: Sequence[Sequence[Fraction]], target: Sequence[Fraction]) -> list[Fraction]:
+    """argmin |matrix x - target| over x >= 0, exactly (Lawson and Hanson on the normal equations)."""
+    count = len(matrix[0])
+    columns = list(zip(*matrix, strict=True))
+    gram = [[_dot(left, right) for right in columns] for left in columns]
+    aim = [_dot(column, target) for column in columns]
+    x, active = [Fraction(0)] * count, list[int]()
+    while True:
+        # How much the squared error falls along each unknown alone: what no scale of a column changes.
+        slopes = [goal - _dot(row, x) for goal, row in zip(aim, gram, strict=True)]
+        falls = [s * s / gram[j][j] if s > 0 and j not in active else Fraction(0) for j, s in enumerate(slopes)]
+        best = max(falls, default=Fraction(0))
+        if best == 0:
+            return x
+        active = sorted([*active, falls.index(best)])
         while True:
-            step = np.zeros(count)
-            step[active] = np.linalg.lstsq(matrix[:, active], target, rcond=None)[0]
-            if step[active].min() > 0:
+            solved = _solve([[gram[i][j] for j in active] for i in active], [aim[i] for i in active])
+            step = [Fraction(0)] * count
+            for j, value in zip(active, solved, strict=True):
+                step[j] = value
+            falling = [j for j in active if step[j] <= 0]
+            if not falling:
                 x = step
                 break
             # Go as far as the first unknown that would turn negative, and take it out.
-            falling = active & (step <= 0)
-            share = float(np.min(x[falling] / np.maximum(x[falling] - step[falling], np.finfo(float).tiny)))
-            x = x + share * (step - x)
-            active &= x > tolerance * 1e-3
-            x[~active] = 0.0
-            if not active.any():
-                return x
-    return x
+            share = min(x[j] / (x[j] - step[j]) if x[j] else Fraction(0) for j in falling)
+            x = [now + share * (then - now) for now, then in zip(x, step, strict=True)]
+            active = [j for j in active if x[j] > 0]
+
+
+def _dot(left: Sequence[Fraction], right: Sequence[Fraction]) -> Fraction:
+    return sum((a * b for a, b in zip(left, right, strict=True)), Fraction(0))
+
+
+def _solve(matrix: list[list[Fraction]], target: list[Fraction]) -> list[Fraction]:
+    """x of matrix x = target, by elimination. It is positive definite: a column that others span has no slope."""
+    rows = [[*row, value] for row, value in zip(matrix, target, strict=True)]
+    for j, pivot in enumerate(rows):
+        pivot[:] = [value / pivot[j] for value in pivot]
+        for row in rows[:j] + rows[j + 1 :]:
+            if row[j]:
+                row[:] = [value - row[j] * own for value, own in zip(row, pivot, strict=True)]
+    return [row[-1] for row in rows]
 
 
 def _check_number(name: str, value: float) -> None:

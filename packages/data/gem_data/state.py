@@ -36,6 +36,12 @@ _LATER_SETTINGS = MappingProxyType(
     {"base_batch": None, "base_pool": 256, "cost": None, "features": [], "labels": [], "stochastic_length": None}
 )
 
+_TODO = "Resume with the setting of the state, or start anew."
+_COST_TODO = (
+    "The order of rows follows from every bit of it. Resume with the cost of the state (cost_from_dict reads it; a job "
+    "reads it from a file), or start anew."
+)
+
 
 def build_state(
     plan: Plan, cursor: Cursor, split: str, config: LoaderConfig, footers: Sequence[Footer]
@@ -165,7 +171,7 @@ def _same_settings(came: Any, wanted: dict[str, Any]) -> None:
             if key in _LATER_SETTINGS and value == _LATER_SETTINGS[key]:
                 continue
             raise DataError(f'loader state: config: the setting "{key}" is missing.')
-        _same(f"config.{key}", came[key], value, "Resume with the setting of the state, or start anew.")
+        _same(f"config.{key}", came[key], value, _COST_TODO if key == "cost" else _TODO)
 
 
 def _same(what: str, came: Any, wanted: Any, todo: str) -> None:
