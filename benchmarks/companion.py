@@ -5,7 +5,7 @@ one unchanged call moved by a factor of 2 between processes a minute apart, and 
 apart. Corrected by a fixed piece of other work (timing.YardstickClock) it still moved by 20 %, since neighbours slow
 different work differently. Nothing is slowed like the same call: so while asv measures a commit, base or head, every
 call stands between two calls of the base's version, milliseconds away on the same core, and counts as a multiple of
-their mean. On that machine, 240 such pairs of equal code agreed within 1 %.
+their mean. How far comparisons of equal code then still departed from 1 stands beside each limit in ci/limits.toml.
 
 The process is forked before any package of the project is imported (torch is loaded already, so it starts at once) and
 reads the packages from a folder with the base's files; so does every interpreter that it starts, by PYTHONPATH.
