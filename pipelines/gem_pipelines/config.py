@@ -64,6 +64,7 @@ FREE_ON_RESUME = frozenset(
         "data.options",
         "data.cache",
         "data.prefetch",
+        "data.readers",
         "data.max_quarantined_rows",
         "name",
     }
@@ -131,14 +132,22 @@ class DataConfig:
     drop_last: bool = False
     """Drop the smaller last batch of an epoch."""
     prefetch: int = 2
-    """Batches decoded ahead by a thread; 0: in line."""
+    """Batches made ahead by a thread; 0: everything in line."""
+    readers: int = 1
+    """Threads that decode the next window's row groups while the present one is trained, per process; the order is the
+    same with any number. They hold one window more of every shard. 0: none, a window is decoded when it is due."""
 
     def __post_init__(self) -> None:
         check_types(self, "data")
         _at_least("data", 1, global_batch_size=self.global_batch_size, accumulate=self.accumulate)
         _at_least("data", 1, window_groups=self.window_groups, logical_shards=self.logical_shards)
         _at_least("data", 1, max_length=self.max_length, stream_seconds=self.stream_seconds)
-        _at_least("data", 0, prefetch=self.prefetch, max_quarantined_rows=self.max_quarantined_rows)
+        _at_least("data", 0, prefetch=self.prefetch, readers=self.readers)
+        _at_least("data", 0, max_quarantined_rows=self.max_quarantined_rows)
+        if self.readers > 1 and not self.prefetch:
+            raise ConfigError(
+                f"data.readers is {self.readers}, expected 0 or 1 with data.prefetch 0, which reads nothing ahead"
+            )
         if self.stochastic_length is not None and not 1 <= self.stochastic_length <= 2:
             raise ConfigError(f"data.stochastic_length is {self.stochastic_length}, expected 1 to 2, or None")
 

@@ -188,6 +188,7 @@ def loader_config(config: RunConfig, cost: CostModel | None = None) -> LoaderCon
         max_length=data.max_length,
         drop_last=data.drop_last,
         prefetch=data.prefetch,
+        readers=data.readers,
         open_ids=config.tables.open_ids(),
         features=data.features,
         labels=data.labels,

@@ -382,6 +382,7 @@ class Job:
             shuffle=False,
             max_length=data.max_length,
             prefetch=data.prefetch,
+            readers=data.readers,
             open_ids=self.config.tables.open_ids(),
             features=data.features,
             labels=data.labels,

@@ -37,6 +37,8 @@ def test_config_is_frozen_and_keyword_only():
         (lambda: OptimizerConfig(betas=(0.9,)), r"optimizer\.betas"),
         (lambda: OptimizerConfig(schedule="linear"), r"optimizer\.schedule is 'linear'.*'constant', 'cosine'"),
         (lambda: DataConfig(global_batch_size=0), r"data\.global_batch_size is 0, expected at least 1"),
+        (lambda: DataConfig(readers=-1), r"data\.readers is -1, expected at least 0"),
+        (lambda: DataConfig(readers=2, prefetch=0), r"data\.readers is 2, expected 0 or 1 with data\.prefetch 0"),
         (lambda: TrainConfig(device="tpu"), r"train\.device is 'tpu'"),
         (lambda: dataclasses.replace(find_recipe("debug"), name=3), r"name is 3"),
     ],

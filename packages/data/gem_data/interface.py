@@ -8,6 +8,7 @@
 1.5  LoaderConfig.features, labels: read only these columns; LoaderConfig.stochastic_length
 1.6  Schema.impression, Batch.requests: a row is a request with several impressions; CostModel.per_impression,
      CostTerm.targets: what impressions add to the load of a row
+1.7  LoaderConfig.readers: threads that decode row groups ahead
 
 The native layout is a directory:
 
@@ -46,7 +47,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-INTERFACE_VERSION = (1, 6)
+INTERFACE_VERSION = (1, 7)
 
 
 class DataError(ValueError):
@@ -316,7 +317,10 @@ class LoaderConfig:
     max_length         keep only the latest events of each stream (parallel lists cut alike), never more than the
                        schema's limit; None = schema's limit
     drop_last          drop the last, smaller global batch of an epoch
-    prefetch           batches decoded ahead by a thread (0 = in line)
+    prefetch           batches made ahead by a thread (0 = everything in line, by no thread)
+    readers            threads that decode the row groups of the next window while batches of the present one are made
+                       (0 = the thread of prefetch decodes a window when its first row is due). More than 1 with
+                       prefetch 0 is refused. Changes nothing that comes out
     base_batch         base-batch shuffling: rows of a base batch, the unit that is moved so that every shard's share
                        of every batch weighs about the same; global_batch_size / logical_shards must be a multiple of
                        at least twice it, and logical_shards one of the world size. None = off
@@ -342,6 +346,7 @@ class LoaderConfig:
     max_length: int | None = None
     drop_last: bool = False
     prefetch: int = 2
+    readers: int = 1
     base_batch: int | None = None
     base_pool: int = 256
     cost: CostModel | None = None
@@ -381,7 +386,7 @@ class Loader(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """JSON-able position after the last trained batch.
 
-        Independent of rank, world size and prefetching. Names, per logical shard, the file, row group and row where
+        Independent of rank, world size and reading ahead. Names, per logical shard, the file, row group and row where
         the next sample is read, beside epoch, step and trained samples.
         """
         ...
@@ -389,7 +394,7 @@ class Loader(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`. Raises DataError if the files, seed or batch settings differ from those of `state`.
 
-        World size, rank and prefetch may differ. Nothing changes when it raises.
+        World size, rank, prefetch and readers may differ. Nothing changes when it raises.
         """
         ...
 

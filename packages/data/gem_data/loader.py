@@ -1,8 +1,8 @@
-"""The loader: this rank's part of every global batch, read ahead by a thread, resumable at what was trained.
+"""The loader: this rank's part of every global batch, read ahead by threads, resumable at what was trained.
 
 Which rows make a batch is batching.py's pure plan; this file executes it: it keeps the decoded window of every shard
 that this rank reads, so that a row group is decoded once an epoch, copies rows into batches (window.py, collate.py) and
-hands those out.
+hands those out. One thread makes batches, others decode the row groups that it will need next (reading.py).
 
 Three positions, all `Cursor`s of the plan:
 
@@ -23,14 +23,17 @@ one order or none; which rows are left does not depend on when, or by which rank
 not tell. The price is up to window_groups - 1 sound row groups, told to on_damage like the damaged one.
 
 Cost: one window of decoded rows per shard of this rank (row group rows x window_groups), 16 bytes a row and column
-beside it, and the batches read ahead. state_dict() sorts one window per shard (about 2 ms each).
+beside it, the next window where readers decode ahead, and the batches read ahead. state_dict() sorts one window per
+shard (about 2 ms each).
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ from gem_data.cost import check_cost, events_cost, loads_of
 from gem_data.interface import Batch, DataError, LoaderConfig, Schema
 from gem_data.lengths import drawn_limits
 from gem_data.prefetch import Prefetch
+from gem_data.reading import GroupReader, Read, planned_batches
 from gem_data.remote import RemotePath
 from gem_data.rows import Int64, Rows
 from gem_data.schema import SCHEMA_FILE, read_schema, select
@@ -56,7 +60,7 @@ Kept = npt.NDArray[np.bool_]
 """Whether each row of a window, counted as the plan does, is in a group that could be used."""
 
 OnDamage = Callable[[DataError, int], None]
-"""Hears of a row group that cannot be used, and its rows; called where it is read, perhaps in the reading thread."""
+"""Hears of a row group that cannot be used, and its rows; called in the plan's order, perhaps in another thread."""
 
 
 class ArrowLoader:
@@ -184,24 +188,31 @@ class _Epoch:
 
 def _read(loader: ArrowLoader, cursor: Cursor) -> Generator[tuple[Batch, Cursor], None, None]:
     """This rank's batches from `cursor` to the end of its epoch, each with the position after it."""
-    plan, shards, config = loader._plan, loader._shards, loader.config
-    rank, world_size = loader._rank, loader._world_size
-    epoch = plan.epoch(cursor.epoch)
-    windows = _Windows(shards, epoch, config, cursor.epoch, loader._on_damage)
-    start = cursor.epoch
-    while cursor.epoch == start:
-        given = plan.shares(cursor)
-        after = plan.advance(cursor, given)
-        held, takes = [], []
-        for piece in plan.pieces(cursor, given, rank=rank, world_size=world_size):
-            window = windows.get(piece.shard, piece.window)
-            take = window.order[piece.start : piece.stop]
-            if window.rows is not None:
-                held.append(window.rows)
-                takes.append(take[take >= 0])
-        batch = take_batch(shards.schema, held, takes, global_rows=int(given.sum()), step=cursor.step)
-        yield batch, after
-        cursor = after
+    shards, config, epoch = loader._shards, loader.config, loader._plan.epoch(cursor.epoch)
+    planned = planned_batches(loader._plan, cursor, rank=loader._rank, world_size=loader._world_size)
+    readers = config.readers if config.prefetch else 0
+    groups = config.window_groups if config.shuffle else 1
+    reader = GroupReader(
+        planned, epoch, partial(_decode, shards), readers=readers, windows=max(1, -(-readers // groups))
+    )
+    with contextlib.closing(reader):
+        windows = _Windows(shards, epoch, config, cursor.epoch, reader, loader._on_damage)
+        for batch in reader:
+            held, takes = [], []
+            for piece in batch.pieces:
+                window = windows.get(piece.shard, piece.window)
+                take = window.order[piece.start : piece.stop]
+                if window.rows is not None:
+                    held.append(window.rows)
+                    takes.append(take[take >= 0])
+            yield (
+                take_batch(shards.schema, held, takes, global_rows=batch.global_rows, step=batch.step),
+                batch.after,
+            )
+
+
+def _decode(shards: Shards, group: Group) -> Rows:
+    return shards.read(group.file, group.group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,20 +228,28 @@ class _Windows:
     """The decoded window that each shard is in, and the order of its rows."""
 
     def __init__(
-        self, shards: Shards, epoch: EpochPlan, config: LoaderConfig, number: int, on_damage: OnDamage | None
+        self,
+        shards: Shards,
+        epoch: EpochPlan,
+        config: LoaderConfig,
+        number: int,
+        reader: GroupReader,
+        on_damage: OnDamage | None,
     ) -> None:
         self._shards, self._epoch, self._config, self._number = shards, epoch, config, number
-        self._on_damage = on_damage
+        self._reader, self._on_damage = reader, on_damage
         self._held: dict[int, _Held] = {}
 
     def get(self, shard: int, window: int) -> _Held:
-        """Decode the window unless it is the one at hand; the shard's former window is let go first."""
+        """Take the window unless it is the one at hand; the shard's former window is let go first."""
         held = self._held.get(shard)
         if held is None or held.number != window:
             self._held.pop(shard, None)
             held = None
             groups = self._epoch.window_groups(shard, window)
-            parts = self._all_or_none(groups, [self._read(group) for group in groups])
+            reads = self._reader.take(shard, window)
+            read = [self._read(group, rows) for group, rows in zip(groups, reads, strict=True)]
+            parts = self._all_or_none(groups, read)
             kept = np.repeat([part is not None for part in parts], [group.rows for group in groups])
             sound = [part for part in parts if part is not None]
             schema = self._shards.schema
@@ -243,9 +262,9 @@ class _Windows:
             held = self._held[shard] = _Held(number=window, rows=rows, order=order)
         return held
 
-    def _read(self, group: Group) -> Rows | None:
+    def _read(self, group: Group, read: Read) -> Rows | None:
         try:
-            return self._shards.read(group.file, group.group)
+            return read()
         except DataError as error:
             if self._on_damage is None:
                 raise

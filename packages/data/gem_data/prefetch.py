@@ -6,7 +6,7 @@ position of what was trained a matter between processes. One thread keeps the or
 
 What is promised: items come in order; an exception of the iterator is raised in the consumer, after the items before
 it, with its own type, message and traceback; `close` stops and joins the thread whatever it is doing (it finishes the
-item in hand first), and so does dropping the last reference or leaving the interpreter.
+item in hand first), and so does dropping the last reference or leaving the interpreter. A generator is closed there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -69,6 +69,10 @@ def _produce(source: Iterator[Item], sink: queue.Queue[Item | _End], stop: threa
         sink.put(_End(error))
     else:
         sink.put(_End(None))
+    finally:
+        # A generator ends here and now, with whatever threads it has of its own.
+        if isinstance(source, Generator):
+            source.close()
 
 
 def _stop(stop: threading.Event, sink: queue.Queue[Item | _End], thread: threading.Thread) -> None:

@@ -35,7 +35,7 @@ Place = tuple[int, int, int]
 
 
 class ReferenceLoader:
-    """gem_data.interface.Loader, slow and plain. Without reading ahead, so `prefetch` does nothing."""
+    """gem_data.interface.Loader, slow and plain. Without reading ahead, so `prefetch` and `readers` do nothing."""
 
     def __init__(
         self, directory: str | Path, *, split: str, config: LoaderConfig, rank: int = 0, world_size: int = 1
@@ -126,7 +126,7 @@ class ReferenceLoader:
             path = None if file is None else self.schema.files[file].path
             places.append({"rows_read": count, "file": path, "row_group": group, "row": row})
         config = dataclasses.asdict(self._config)
-        del config["prefetch"], config["open_ids"]
+        del config["prefetch"], config["readers"], config["open_ids"]
         config |= {"features": list(config["features"]), "labels": list(config["labels"])}
         if self._config.cost is not None:
             config["cost"] = cost_to_dict(self._config.cost)

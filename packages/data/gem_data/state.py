@@ -2,7 +2,7 @@
 
     {"order_version": 1, "split": "train",
      "files":  [{"path", "rows", "bytes", "row_groups", "xxh3"}, ...],
-     "config": {every LoaderConfig setting that decides which rows a batch has; prefetch does not},
+     "config": {every LoaderConfig setting that decides which rows a batch has; prefetch and readers do not},
      "epoch": 1, "step": 12, "samples": 3000,
      "shards": [{"rows_read": 250, "file": "train-00000.parquet", "row_group": 3, "row": 17}, ...]}
 
@@ -31,7 +31,7 @@ from gem_data.schema import did_you_mean
 from gem_data.shards import Footer
 
 _KEYS = ("order_version", "split", "files", "config", "epoch", "step", "samples", "shards")
-_FREE_SETTINGS = ("prefetch", "open_ids")
+_FREE_SETTINGS = ("prefetch", "readers", "open_ids")
 _LATER_SETTINGS = MappingProxyType(
     {"base_batch": None, "base_pool": 256, "cost": None, "features": [], "labels": [], "stochastic_length": None}
 )

@@ -136,7 +136,7 @@ def budget(shards: Shards, config: LoaderConfig) -> dict[str, float]:
     return spent
 
 
-def write_generated(directory: str | Path, *, rows: int, seed: int = 0) -> Schema:
+def write_generated(directory: str | Path, *, rows: int, seed: int = 0, rows_per_group: int | None = None) -> Schema:
     """`rows` impressions of 943 users on 1,682 items, each with the user's last (up to 200) earlier events."""
     schema = Schema(
         name="generated",
@@ -186,7 +186,7 @@ def write_generated(directory: str | Path, *, rows: int, seed: int = 0) -> Schem
     }
     for part, column in values.items():
         table[f"stream.ratings.{part}"] = pa.ListArray.from_arrays(offsets.astype(np.int32), column)
-    return write_dataset(directory, schema, {"train": pa.table(table)})
+    return write_dataset(directory, schema, {"train": pa.table(table)}, rows_per_group=rows_per_group)
 
 
 def _seconds(call: Callable[[], None]) -> float:

@@ -71,6 +71,7 @@ def check_config(config: LoaderConfig, *, rank: int, world_size: int) -> None:
         "window_groups": (config.window_groups, 1),
         "logical_shards": (config.logical_shards, 1),
         "prefetch": (config.prefetch, 0),
+        "readers": (config.readers, 0),
         "seed": (config.seed, 0),
         "base_pool": (config.base_pool, 2),
         "world_size": (world_size, 1),
@@ -86,6 +87,11 @@ def check_config(config: LoaderConfig, *, rank: int, world_size: int) -> None:
     for name, (value, low) in limits.items():
         if type(value) is not int or value < low:
             raise ValueError(f"{name}: expected a whole number >= {low}, came {value!r}")
+    if config.readers > 1 and not config.prefetch:
+        raise ValueError(
+            f"readers: expected 0 or 1 with prefetch 0, which reads nothing ahead, came {config.readers}. "
+            "Set prefetch to 1 or more."
+        )
     if config.seed >= 2**63:
         raise ValueError(f"seed: expected less than 2**63, came {config.seed}")
     if rank >= world_size:
