@@ -145,9 +145,7 @@ def test_an_error_comes_at_the_batch_that_it_belongs_to(data: dict[str, Path], r
         next(batches)
 
 
-def test_any_exception_of_a_reader_reaches_the_consumer(
-    data: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_exception_of_a_reader_reaches_the_consumer(data: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Shards, file: int, group: int) -> Any:
         raise MemoryError(f"group {group}")
 
