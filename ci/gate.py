@@ -116,7 +116,9 @@ def publish(arguments: argparse.Namespace) -> int:
     """Build the pages and check that every recorded result is on them."""
     from gate_publish import publish_pages
 
-    missing = publish_pages(Path(arguments.results), Path(arguments.html), Path(arguments.repo))
+    missing = publish_pages(
+        Path(arguments.results), Path(arguments.html), Path(arguments.repo), records=Path(arguments.records)
+    )
     print(*missing, sep="\n")
     print(f"{arguments.html}: " + (f"{len(missing)} recorded values are missing" if missing else "complete"))
     return 1 if missing else 0
@@ -148,6 +150,7 @@ def main(given: list[str] | None = None) -> int:
     four.add_argument("--counters-only", action="store_true")
     five = commands.add_parser("publish")
     five.add_argument("--results", default=str(RESULTS))
+    five.add_argument("--records", default=str(ROOT / "benchmarks" / "gpu" / "records"))
     five.add_argument("--html", default=str(ROOT / "benchmarks" / "html"))
     five.add_argument("--repo", default=str(ROOT))
     arguments = parser.parse_args(given)
