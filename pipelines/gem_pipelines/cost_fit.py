@@ -2,12 +2,13 @@
 
 Batches of many sizes and shapes are made (ids at random; step time depends on how many there are, hardly on which),
 each is trained a few times by the real trainer in a process group of one, and the model's terms (cost.py) are fitted
-to the medians. Every fourth batch is held out; the error on those is what to trust. Memory is fitted beside time: the
-bytes that forward keeps for backward, counted from the graph's saved tensors, so that they are exact on any device and
-do not depend on the allocator.
+to the medians. Every fourth batch is held out, of both kinds below; the error on those is what to trust. Memory is
+fitted beside time: the bytes that forward keeps for backward, counted from the graph's saved tensors, so that they are
+exact on any device and do not depend on the allocator.
 
-Rows and lengths are drawn over powers of two, half of the batches with one length a row and half long-tailed: with
-equal lengths alone, tokens and pairs of a batch could not be told apart.
+Rows and lengths are drawn over powers of two, half of the batches with one length for all rows and half long-tailed:
+with equal lengths alone, tokens and pairs of a batch could not be told apart. The kinds come in turns of four, so that
+those held out are of either kind by turns, too.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ from gem_data.interface import Batch, CostModel, Schema
 from gem_data.schema import impression_part, request_part
 
 from gem_pipelines.cost import cost_terms
+from gem_pipelines.errors import ConfigError
 from gem_pipelines.timing import PartClock
 from gem_pipelines.trainer import Trainer
+
+HELD_OUT = 4
+"""Of so many batches one is held out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +59,21 @@ class Fitted:
 def draw_lengths(
     schema: Schema, *, most_rows: int, batches: int, seed: int
 ) -> list[dict[str, np.ndarray[Any, np.dtype[np.int64]]]]:
-    """Lengths by stream of `batches` batches of 1 to `most_rows` rows."""
+    """Lengths by stream of `batches` batches of 1 to `most_rows` rows. ConfigError where the data have no stream."""
+    if not schema.streams:
+        raise ConfigError(
+            f"data {schema.name!r} have no event stream: expected one at least, since rows without events cost all the "
+            "same and there is nothing to fit. Leave --fit-cost out; balance.method stays none."
+        )
     rng = np.random.default_rng(seed)
     found = []
     for number in range(batches):
+        equal = number // HELD_OUT % 2 == 1
         rows = max(1, round(most_rows ** rng.uniform(0.3, 1.0)))
         lengths = {}
         for stream in schema.streams:
             longest = max(1, round(stream.max_length ** rng.uniform(0.3, 1.0)))
-            drawn = np.full(rows, longest) if number % 2 else np.round(longest / 4 * np.exp(rng.standard_normal(rows)))
+            drawn = np.full(rows, longest) if equal else np.round(longest / 4 * np.exp(rng.standard_normal(rows)))
             lengths[stream.name] = np.clip(drawn, 0, stream.max_length).astype(np.int64)
         found.append(lengths)
     return found
@@ -175,7 +186,7 @@ def fit(trainer: Trainer, measured: Sequence[Measured]) -> dict[str, Fitted]:
             )
             for m in measured
         ]
-        model, on_fit, held_out = fit_cost(terms, observations, unit=unit)
+        model, on_fit, held_out = fit_cost(terms, observations, unit=unit, held_out=HELD_OUT)
         found[name] = Fitted(model=model, on_fit=on_fit, held_out=held_out)
     return found
 

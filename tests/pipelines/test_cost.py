@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gem_data.api import batch_cost, read_schema
+from gem_data import cost
+from gem_data.api import FitError, batch_cost, read_schema
 from gem_pipelines.cli import main
 from gem_pipelines.config import BalanceConfig
 from gem_pipelines.cost import batch_loads, cost_terms, flops_cost, load_model, read_cost
-from gem_pipelines.cost_fit import draw_lengths, random_batch
+from gem_pipelines.cost_fit import Measured, draw_lengths, fit, random_batch
 from gem_pipelines.errors import ConfigError
 from gem_pipelines.model.config import ModelConfig, StreamConfig
 from gem_pipelines.model.flops import training_flops
@@ -110,5 +113,34 @@ def test_drawn_lengths_tell_tokens_from_pairs(debug_data) -> None:
     assert min(rows) < 8
     assert max(rows) > 32
     name = schema.streams[0].name
-    assert all(len(set(lengths[name].tolist())) == 1 for lengths in drawn[1::2])
-    assert any(len(set(lengths[name].tolist())) > 1 for lengths in drawn[::2])
+    equal = [len(set(lengths[name].tolist())) == 1 for lengths in drawn]
+    assert equal.count(True) > 12
+    assert equal.count(False) > 12
+
+
+@pytest.mark.parametrize("batches", [28, 48])
+def test_long_tailed_batches_are_held_out_too(debug_data, monkeypatch, batches) -> None:
+    """The error that a fit states is of both kinds of batches: seen by what fit_cost is given to hold out."""
+    schema = read_schema(debug_data)
+    drawn = draw_lengths(schema, most_rows=64, batches=batches, seed=0)
+    rest = []
+
+    def error_of(model, observations):
+        rest.append([len(set(o.lengths[schema.streams[0].name].tolist())) for o in observations])
+        return FitError(count=len(observations), mean=0.0, worst=0.0)
+
+    monkeypatch.setattr(cost, "fit_error", error_of)
+    measured = [Measured(lengths=x, rows=len(next(iter(x.values()))), seconds=(1.0,), saved_bytes=1) for x in drawn]
+    trainer = SimpleNamespace(schema=schema, config=SimpleNamespace(model=ModelConfig()))
+    fit(trainer, measured)
+    fitted, held_out = rest[:2]
+    assert (len(fitted), len(held_out)) == (batches * 3 // 4, batches // 4)
+    for kinds in (fitted, held_out):
+        assert sum(found == 1 for found in kinds) >= len(kinds) // 3
+        assert sum(found > 1 for found in kinds) >= len(kinds) // 3
+
+
+def test_data_without_streams_have_no_cost_to_fit(debug_data) -> None:
+    schema = dataclasses.replace(read_schema(debug_data), streams=())
+    with pytest.raises(ConfigError, match="have no event stream"):
+        draw_lengths(schema, most_rows=8, batches=2, seed=0)
