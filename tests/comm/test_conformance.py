@@ -6,9 +6,10 @@ import pytest
 import torch
 from gem_comm.api import Trace, Traffic, wrap
 from gem_comm.interface import Call, Collectives, CommError
+from gem_comm.quantized import CODECS, make_codec
 from gem_comm.reference import run_ranks, thread_groups
 from gem_comm.single import SingleCollectives
-from gem_comm.testing import CHECKS, Quirks, check_rank
+from gem_comm.testing import CHECKS, Quirks, check_codec, check_rank
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -23,6 +24,33 @@ def test_threads(size, check):
 def test_codecs(codec, size):
     groups = thread_groups([range(size)], axis="shard")
     run_ranks(size, lambda rank: check_rank(wrap(groups[rank], codec=codec), Quirks(codec=codec)))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_codecs_alone(name):
+    check_codec(make_codec(name))
+
+
+def test_a_codec_as_an_object():
+    groups = thread_groups([range(2)], axis="shard")
+    codec = make_codec("int8")
+    run_ranks(2, lambda rank: check_rank(wrap(groups[rank], codec=codec), Quirks(codec=codec)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"error_bound": lambda x: torch.zeros_like(x, dtype=torch.float32)}, "over"),
+        ({"row_bytes": lambda columns: columns}, "row_bytes"),
+        ({"decode": lambda payload, columns: torch.zeros(payload.shape[0], columns)}, "over"),
+    ],
+)
+def test_the_suite_sees_a_wrong_codec(wrong, words, monkeypatch):
+    codec = make_codec("int8")
+    for name, method in wrong.items():
+        monkeypatch.setattr(codec, name, method)
+    with pytest.raises(AssertionError, match=words):
+        check_codec(codec)
 
 
 def test_counting_and_tracing_change_nothing():

@@ -16,7 +16,7 @@ from gem_embeddings.api import build_tables
 from gem_embeddings.interface import PlannerInputs, RowWiseAdagrad, TableSpec
 from gem_embeddings.planned import plan_tables
 from gem_embeddings.reference import rowwise_adagrad_
-from gem_embeddings.testing import CHECKS, SPECS, Quirks
+from gem_embeddings.testing import CHECKS, CONFIGURED_CHECKS, SPECS, Quirks
 from gem_embeddings.torchrec_tables import _Collections
 
 ROW_WISE = {spec.name: "row_wise" for spec in SPECS}
@@ -41,6 +41,19 @@ def one_process(tmp_path_factory):
 @pytest.mark.parametrize("impl", ["reference", "torchrec"])
 def test_conformance(one_process, impl, check):
     check(factory_of(impl), Quirks())
+
+
+@pytest.mark.parametrize("check", CONFIGURED_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("impl", ["reference", "torchrec"])
+def test_conformance_configured(one_process, impl, check):
+    def factory(specs, optimizer, seed, *, policies=None, managed=None):
+        return build_tables(specs, optimizer=optimizer, seed=seed, impl=impl, policies=policies, managed=managed)
+
+    check(factory, Quirks())
+
+
+def test_exchange_of_one(one_process):
+    testing.check_exchange(testing.GroupExchange(dist.group.WORLD))
 
 
 def test_conformance_row_wise(one_process):

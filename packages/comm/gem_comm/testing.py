@@ -4,6 +4,8 @@ On every rank of a group:
 
     from gem_comm.testing import Quirks, check_rank
     check_rank(my_collectives, Quirks())
+    check_codec(my_codec)                                           # in one process, for a Codec
+    check_rank(wrap(collectives, codec=my_codec), Quirks(codec=my_codec))
 
 Each rank knows what every rank puts in (`values` of its position), so the expected result is computed locally by the
 reference and nothing else needs to travel. Data that is only moved must arrive bit for bit; sums are compared with
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gem_comm import differentiable
-from gem_comm.interface import Call, Collectives, CommError, Kind
+from gem_comm.interface import Call, Codec, Collectives, CommError, Kind
 from gem_comm.quantized import from_rows, make_codec, to_rows
 from gem_comm.reference import collect
 
@@ -32,14 +34,14 @@ class Quirks:
     device          where tensors live
     reduce_dtypes   dtypes whose sums are tested
     move_dtypes     dtypes that all_gather, all_to_all and broadcast move
-    codec           name of the codec in use: results are then within its error, not exact
+    codec           the codec in use, or its name: results are then within its error, not exact
     kinds           collectives that are offered
     """
 
     device: str = "cpu"
     reduce_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.int64)
     move_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
-    codec: str | None = None
+    codec: str | Codec | None = None
     kinds: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
 
 
@@ -121,7 +123,7 @@ def _replace(call: Call, x: Tensor) -> Call:
 def _coded_error(call: Call, comm: Collectives, quirks: Quirks) -> Tensor:
     assert quirks.codec is not None
     assert call.x is not None
-    codec = make_codec(quirks.codec)
+    codec = make_codec(quirks.codec) if isinstance(quirks.codec, str) else quirks.codec
     if call.kind == "all_to_all":
         columns = call.x.flatten(1) if call.x.dim() > 1 else call.x[:, None]
         return codec.error_bound(columns).reshape(call.x.shape).double()
@@ -245,4 +247,59 @@ def check_gradients(comm: Collectives, quirks: Quirks) -> None:
     torch.testing.assert_close(x.grad.cpu(), expected)
 
 
-CHECKS = (check_moves, check_reductions, check_all_to_all, check_out, check_refusals, check_gradients)
+def check_calls(comm: Collectives, quirks: Quirks) -> None:
+    """The named calls give what `start` gives for the call they stand for; the group says who is in it."""
+    assert (len(comm.ranks), list(comm.ranks)) == (comm.size, sorted(set(comm.ranks))), f"ranks {comm.ranks}"
+    assert 0 <= comm.rank < comm.size, f"rank {comm.rank} of {comm.size}"
+    n, x = comm.size, values(comm.rank, (2 * comm.size, 3), torch.float32).to(quirks.device)
+    each = (2,) * n
+    named: dict[Kind, Callable[[], Tensor]] = {
+        "reduce_scatter": lambda: comm.reduce_scatter(x, op="max"),
+        "all_reduce": lambda: comm.all_reduce(x, op="max"),
+        "all_to_all": lambda: comm.all_to_all(x, send_rows=each, receive_rows=each),
+        "broadcast": lambda: comm.broadcast(x, source=n - 1),
+    }
+    whole = {
+        "reduce_scatter": Call(kind="reduce_scatter", x=x, op="max"),
+        "all_reduce": Call(kind="all_reduce", x=x, op="max"),
+        "all_to_all": Call(kind="all_to_all", x=x, send_rows=each, receive_rows=each),
+        "broadcast": Call(kind="broadcast", x=x, source=n - 1),
+    }
+    for kind, call in named.items():
+        if kind in quirks.kinds:
+            assert torch.equal(call(), comm.start(whole[kind]).wait()), f"{kind}, by its name"
+
+
+def check_codec(codec: Codec, *, device: str = "cpu") -> None:
+    """A codec in one process: rows of bytes, each alone, within the bound it states; what is not finite stays so."""
+    assert isinstance(codec.name, str)
+    assert codec.name, "a codec has a name"
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for rows, columns in ((5, 4), (3, 300), (1, 1), (0, 7)):
+            what = f"{codec.name} of {rows} x {columns} {dtype}"
+            x_RD = values(rows, (rows, columns), dtype).to(device)
+            payload_RP = codec.encode(x_RD)
+            expected = (torch.uint8, (rows, codec.row_bytes(columns)))
+            assert (payload_RP.dtype, tuple(payload_RP.shape)) == expected, (
+                f"{what}: {payload_RP.shape}, row_bytes says {expected}"
+            )
+            found_RD, bound_RD = codec.decode(payload_RP, columns), codec.error_bound(x_RD)
+            assert found_RD.dtype == bound_RD.dtype == torch.float32, f"{what}: {found_RD.dtype}, {bound_RD.dtype}"
+            assert found_RD.shape == bound_RD.shape == x_RD.shape, f"{what}: {found_RD.shape}, {bound_RD.shape}"
+            error_RD = (found_RD.double() - x_RD.double()).abs()
+            assert (error_RD <= bound_RD.double() * (1 + 1e-6)).all(), f"{what}: error {error_RD} over {bound_RD}"
+            for row in range(rows):
+                assert torch.equal(codec.encode(x_RD[row : row + 1]), payload_RP[row : row + 1]), (
+                    f"{what}: row {row} alone"
+                )
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        x_RD = values(1, (2, 6), torch.float32).to(device)
+        clean_RD = codec.decode(codec.encode(x_RD), 6)
+        x_RD[0, 3] = bad
+        found_RD = codec.decode(codec.encode(x_RD), 6)
+        assert torch.equal(found_RD[1], clean_RD[1]), f"{codec.name}: {bad} in a row changed the next one"
+        came = float(found_RD[0, 3])
+        assert came != came or came == bad, f"{codec.name}: {bad} came as {came}"
+
+
+CHECKS = (check_moves, check_reductions, check_all_to_all, check_out, check_refusals, check_gradients, check_calls)

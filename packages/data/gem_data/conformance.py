@@ -219,14 +219,14 @@ def _same_rows(factory: LoaderFactory, directory: Path) -> None:
 
 
 def _file_order(factory: LoaderFactory, directory: Path) -> None:
-    write_tiny(directory)
+    schema = write_tiny(directory)
     for prefetch in (0, 3):
         config = LoaderConfig(global_batch_size=16, shuffle=False, prefetch=prefetch)
         loader = factory(directory, split="eval", config=config)
         batches = list(loader.epoch())
         assert _samples(batches) == list(range(100, 130))
         assert [batch.global_rows for batch in batches] == [16, 14]
-        assert (loader.rows_per_epoch, loader.batches_per_epoch) == (30, 2)
+        assert (loader.schema, loader.rows_per_epoch, loader.batches_per_epoch) == (schema, 30, 2)
 
 
 def _exactly_once(factory: LoaderFactory, directory: Path) -> None:

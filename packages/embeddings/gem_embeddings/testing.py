@@ -6,41 +6,51 @@ An implementation kept elsewhere proves itself with
     run_conformance(factory, Quirks())                      # one process
     check_ranks(factory, Quirks(), rank, world_size)        # on every rank of an initialised process group
     check_averages(factory, Quirks(), ...)                  # where copies are averaged
+    check_policies(configured, Quirks())                    # where ids outside their table have policies
+    check_managed(configured, Quirks())                     # where ids earn their rows
+    check_exchange(exchange)                                # an `Exchange`, on all its ranks
 
-Every check raises AssertionError with what differs. Training is compared with `ReferenceTables` in float64; allowed
-is three times the error of the same reference in float32 plus two roundings of the largest value, so no tolerance is
-picked by hand.
+`configured` is a `ConfiguredFactory`: it takes policies and managed tables too. Every check raises AssertionError with
+what differs. Training is compared with `ReferenceTables` in float64; allowed is three times the error of the same
+reference in float32 plus two roundings of the largest value, so no tolerance is picked by hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from gem_embeddings.averaged import scaled_optimizer
 from gem_embeddings.initial import initial_rows
-from gem_embeddings.interface import Prepared, Replicas, RowWiseAdagrad, Tables, TableSpec
+from gem_embeddings.interface import ManagedIds, Policy, Replicas, RowWiseAdagrad, Tables, TableSpec
 from gem_embeddings.layout import CUT_BY_COLUMNS, ON_A_HOST, parse_sharding
 from gem_embeddings.reference import ReferenceTables
+from gem_embeddings.testing_exchange import GroupExchange as GroupExchange
+from gem_embeddings.testing_exchange import check_exchange as check_exchange
+from gem_embeddings.testing_inputs import KEYS, OPTIMIZER, SEED, SPECS, make_ids, part_of, train_step
 
 Factory = Callable[[Sequence[TableSpec], RowWiseAdagrad, int], Tables]
 
-# Shared tables, two dims without pooling, both poolings; few rows, so that ids repeat within a batch.
-SPECS = (
-    TableSpec(name="item", rows=23, dim=8, features=("item", "s.item")),
-    TableSpec(name="shop", rows=7, dim=4, features=("shop",), init_std=0.5),
-    TableSpec(name="tag", rows=11, dim=8, features=("tags", "more_tags"), pooling="sum"),
-    TableSpec(name="word", rows=13, dim=4, features=("words",), pooling="mean", init_std=1.0),
-)
-KEYS = ("item", "shop", "tags", "more_tags", "words", "s.item")
-OPTIMIZER = RowWiseAdagrad(lr=0.1, eps=1e-6)
-SEED = 3
+
+class ConfiguredFactory(Protocol):
+    """Builds tables with policies by feature, or with tables whose ids earn their rows; see `api.build_tables`."""
+
+    def __call__(
+        self,
+        specs: Sequence[TableSpec],
+        optimizer: RowWiseAdagrad,
+        seed: int,
+        *,
+        policies: Mapping[str, Policy] | None = None,
+        managed: Mapping[str, ManagedIds] | None = None,
+    ) -> Tables:
+        """The tables."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,114 +65,6 @@ class Quirks:
     device: str = "cpu"
     error_factor: float = 3.0
     column_parts: Mapping[str, int] = field(default_factory=dict)
-
-
-class _Begun:
-    def __init__(self, work: Any, out: Tensor) -> None:
-        self._work, self._out = work, out
-
-    def wait(self) -> Tensor:
-        self._work.wait()
-        return self._out
-
-
-class GroupExchange:
-    """An Exchange over a process group of torch.distributed, for tests."""
-
-    def __init__(self, group: Any) -> None:
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[0] * self.size, *x.shape[1:])
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(out, x.contiguous(), group=self.group)
-        return out
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(out, x.contiguous(), group=self.group)
-        return out
-
-    def begin(self, kind: str, x: Tensor) -> _Begun:
-        size = self.size
-        if kind == "all_gather":
-            out = x.new_empty(x.shape[0] * size, *x.shape[1:])
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            return _Begun(gather(out, x.contiguous(), group=self.group, async_op=True), out)
-        out = x.new_empty(x.shape[0] // size, *x.shape[1:])
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return _Begun(scatter(out, x.contiguous(), group=self.group, async_op=True), out)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        out = x.clone()
-        dist.all_reduce(out, group=self.group)
-        return out
-
-
-def make_ids(rows: int, *, seed: int, keys: Sequence[str] = KEYS, empty: bool = False) -> KeyedJaggedTensor:
-    """A batch for SPECS: scalars of length 1, bags and sequences of 0 to 5 ids (all empty when `empty`)."""
-    generator = torch.Generator().manual_seed(seed)
-    rows_of = {feature: spec.rows for spec in SPECS for feature in spec.features}
-    values, lengths = {}, {}
-    for key in KEYS:
-        scalar = key in ("item", "shop")
-        lengths[key] = torch.randint(0, 6, (rows,), generator=generator)
-        if scalar or empty:
-            lengths[key] = torch.full_like(lengths[key], int(scalar))
-        values[key] = torch.randint(0, rows_of[key], (int(lengths[key].sum()),), generator=generator)
-    return KeyedJaggedTensor(
-        keys=list(keys), values=torch.cat([values[k] for k in keys]), lengths=torch.cat([lengths[k] for k in keys])
-    )
-
-
-def part_of(ids: KeyedJaggedTensor, start: int, stop: int) -> KeyedJaggedTensor:
-    """Rows start:stop of a batch. (KeyedJaggedTensor.to_dict does not work for zero rows.)"""
-    keys, rows = ids.keys(), ids.stride()
-    lengths_KB = ids.lengths().view(len(keys), rows)
-    ends_KB = lengths_KB.cumsum(1)
-    first = ids.offset_per_key()
-    spans = []
-    for key in range(len(keys)):
-        inside = [int(ends_KB[key, row - 1]) if row else 0 for row in (start, stop)]
-        spans.append(slice(first[key] + inside[0], first[key] + inside[1]))
-    weights = ids.weights_or_none()
-    return KeyedJaggedTensor(
-        keys=keys,
-        values=torch.cat([ids.values()[span] for span in spans]),
-        lengths=lengths_KB[:, start:stop].flatten(),
-        weights=None if weights is None else torch.cat([weights[span] for span in spans]),
-    )
-
-
-def train_step(
-    tables: Tables,
-    ids: KeyedJaggedTensor,
-    *,
-    first_row: int = 0,
-    scale: float = 1.0,
-    prepared: Prepared | None = None,
-    ahead: KeyedJaggedTensor | None = None,
-) -> Prepared | None:
-    """One backward of a loss whose gradients depend on the vectors and on the row's number in the global batch.
-
-    prepared: what `tables.prepare(ids)` gave; ahead: ids to prepare between forward and backward, returned.
-    """
-    out = tables(ids) if prepared is None else tables.look_up(prepared)
-    coming = None if ahead is None else tables.prepare(ahead)
-    keys = ids.keys()
-    loss = torch.zeros((), dtype=next(iter(out.values())).dtype)
-    for feature, vectors in out.items():
-        lengths = ids.lengths().view(len(keys), -1)[keys.index(feature)] if ids.stride() else ids.lengths()
-        # made on the CPU, so that an oracle there sees the same numbers
-        weight_B = torch.cos(torch.arange(first_row, first_row + lengths.numel(), dtype=vectors.dtype))
-        weight_B = weight_B.to(lengths.device)
-        weights = weight_B if vectors.shape[0] == lengths.numel() and not _is_sequence(feature) else None
-        if weights is None:
-            weights = weight_B.repeat_interleave(lengths)
-        loss = loss + (weights.to(vectors.device)[:, None] * (vectors - 0.3).square()).sum().to(loss.device)
-    (loss * scale).backward()
-    return coming
 
 
 def run_conformance(factory: Factory, quirks: Quirks) -> None:
@@ -295,9 +197,119 @@ def check_prepared(factory: Factory, quirks: Quirks) -> None:
         train_step(plain, ids)
     _assert_same_state(plain.table_state(), ahead.table_state(), "prepared ids")
     once = ahead.prepare(batches[0])
+    assert not once.used, "prepared ids count as used before they were looked up"
     with torch.no_grad():
         ahead.look_up(once)
+    assert once.used, "ids that were looked up do not count as used"
     assert "once" in _error_of(lambda: ahead.look_up(once))
+
+
+def check_told(factory: Factory, quirks: Quirks) -> None:
+    """What tables say of themselves: shapes, where they lie, what is held in copy; and that no id is managed."""
+    tables = factory(SPECS, OPTIMIZER, SEED)
+    train_step(tables, make_ids(5, seed=1).to(torch.device(quirks.device)))
+    state = tables.table_state()
+    shapes = {name: {key: tuple(part.shape) for key, part in entry.items()} for name, entry in state.items()}
+    assert tables.state_shapes() == shapes, f"state_shapes {tables.state_shapes()}, table_state has {shapes}"
+    for spec in SPECS:
+        parts = quirks.column_parts.get(spec.name, 1)
+        moments = (spec.rows, parts) if parts > 1 else (spec.rows,)
+        assert shapes[spec.name] == {"weight": (spec.rows, spec.dim), "momentum": moments}, shapes[spec.name]
+    places = tables.placement()
+    assert sorted(places) == sorted(shapes), f"placement of {sorted(places)}, the tables are {sorted(shapes)}"
+    assert all(isinstance(place, str) and place for place in places.values()), places
+    names = list(tables.copied_parts())
+    assert all(isinstance(part, Tensor) for part in tables.copied_parts().values()), names
+    train_step(tables, make_ids(5, seed=2).to(torch.device(quirks.device)))
+    assert list(tables.copied_parts()) == names, f"copied_parts {list(tables.copied_parts())}, a step before {names}"
+    assert tables.policy_counts() == {}, f"no feature has a policy, got {tables.policy_counts()}"
+    assert tables.id_shapes() == tables.id_state() == {}, f"no table is managed, got {tables.id_shapes()}"
+    before = tables.table_state()
+    tables.load_id_state({})
+    assert "item" in _error_of(lambda: tables.load_id_state({"item": {"ids": torch.zeros(23, dtype=torch.int64)}}))
+    _assert_same_state(before, tables.table_state(), "id states of tables that are not managed")
+
+
+def check_policies(factory: ConfiguredFactory, quirks: Quirks) -> None:
+    """Ids outside: dropped from bags, zeros for single vectors, or another row than 0; counted, and only they."""
+    policies: dict[str, Policy] = {"item": "drop", "tags": "drop", "s.item": "hash"}
+    tables = factory(SPECS, OPTIMIZER, SEED, policies=policies)
+    state = tables.table_state()
+    counts = {feature: {"ids": 0, "outside": 0} for feature in policies}
+    for step in range(3):
+        ids = make_ids(9, seed=step)
+        for feature in policies:
+            start, stop = ids.offset_per_key()[KEYS.index(feature) :][:2]
+            ids.values()[start:stop:3] = torch.arange(start, stop)[::3] * 7 % 5 * 1_000_003 - 4  # -4 and far outside
+            count = len(range(start, stop, 3))
+            counts[feature] = {
+                "ids": counts[feature]["ids"] + stop - start,
+                "outside": counts[feature]["outside"] + count,
+            }
+        with torch.no_grad():
+            out = tables(ids.to(torch.device(quirks.device)))
+        items, tags, hashed = ids["item"].values(), ids["tags"].values(), ids["s.item"].values()
+        zeros = torch.zeros(9, 8)
+        inside = (items >= 0) & (items < 23)
+        expected = torch.where(inside[:, None], state["item"]["weight"][items.where(inside, 0)], zeros)
+        _assert_equal(out["item"].cpu(), expected, "dropped single ids")
+        inside = (tags >= 0) & (tags < 11)
+        row_of = torch.repeat_interleave(torch.arange(9), ids["tags"].lengths())
+        expected = zeros.index_add(0, row_of[inside], state["tag"]["weight"][tags[inside]])
+        torch.testing.assert_close(out["tags"].cpu(), expected, rtol=1e-6, atol=1e-6)
+        same = (out["s.item"].cpu()[:, None] == state["item"]["weight"]).all(2)
+        assert same.any(1).all(), "hashed ids look up rows of the table"
+        rows, inside = same.int().argmax(1), (hashed >= 0) & (hashed < 23)
+        _assert_equal(rows[inside], hashed[inside], "ids inside are not hashed")
+        assert (rows[~inside] > 0).all(), "no id is hashed to row 0"
+        for one in hashed[~inside].unique():
+            assert rows[hashed == one].unique().numel() == 1, f"id {one} has one row"
+    assert tables.policy_counts() == counts, f"policy_counts {tables.policy_counts()}, expected {counts}"
+
+
+def check_managed(factory: ConfiguredFactory, quirks: Quirks) -> None:
+    """Ids that earn rows train as in the reference; the map moves to other tables whole, or not at all."""
+    managed = {"item": ManagedIds(interval=2), "tag": ManagedIds(policy="lru", interval=1)}
+    tables = factory(SPECS, OPTIMIZER, SEED, managed=managed)
+    oracles = [_oracle(quirks, dtype, OPTIMIZER, managed) for dtype in _DTYPES]
+
+    def batch(step: int) -> KeyedJaggedTensor:
+        ids = make_ids(8, seed=step)
+        for spec in SPECS[::2]:
+            for feature in spec.features:
+                start, stop = ids.offset_per_key()[KEYS.index(feature) :][:2]
+                ids.values()[start:stop] = (ids.values()[start:stop] * 2 + step) * 7_000_000_000_123 - 5
+        return ids
+
+    for step in range(7):
+        for model in (tables, *oracles):
+            train_step(model, batch(step).to(torch.device(quirks.device if model is tables else "cpu")))
+        expected = oracles[0].policy_counts()
+        assert tables.policy_counts() == expected, f"step {step}: {tables.policy_counts()}, expected {expected}"
+    assert all(count["evicted"] for count in expected.values()), "the batches evict nothing"
+    _assert_close_to_oracle(tables, oracles, quirks)
+    state, ids, shapes = tables.table_state(), tables.id_state(), tables.id_shapes()
+    assert sorted(ids) == sorted(shapes) == sorted(managed), f"id_state {sorted(ids)}, id_shapes {sorted(shapes)}"
+    for name, parts in ids.items():
+        assert sorted(parts) == sorted(shapes[name]), (
+            f"{name}: id_state {sorted(parts)}, id_shapes {sorted(shapes[name])}"
+        )
+        for key, part in parts.items():
+            wanted = tuple(n if n >= 0 else came for n, came in zip(shapes[name][key], part.shape, strict=True))
+            assert (part.dtype, tuple(part.shape)) == (torch.int64, wanted), f"{name} {key}: {part.shape} {part.dtype}"
+    other = factory(SPECS, OPTIMIZER, SEED + 1, managed=managed)
+    untouched = other.id_state()
+    assert "'tag'" in _error_of(lambda: other.load_id_state({"item": ids["item"]}))
+    _assert_same_ids(other.id_state(), untouched, "a map that does not fit")
+    other = factory(SPECS, OPTIMIZER, SEED, managed=managed)
+    other.load_table_state(state)
+    other.load_id_state(ids)
+    _assert_same_ids(other.id_state(), ids, "loading a map")
+    for step in range(7, 10):
+        for model in (tables, other):
+            train_step(model, batch(step).to(torch.device(quirks.device)))
+    _assert_same_ids(other.id_state(), tables.id_state(), "loading a map and three steps")
+    _assert_same_state(other.table_state(), tables.table_state(), "loading a map and three steps")
 
 
 def check_ranks(factory: Factory, quirks: Quirks, rank: int, world_size: int) -> None:
@@ -378,7 +390,9 @@ CHECKS: tuple[Callable[[Factory, Quirks], None], ...] = (
     check_state,
     check_learning_rate,
     check_prepared,
+    check_told,
 )
+CONFIGURED_CHECKS: tuple[Callable[[ConfiguredFactory, Quirks], None], ...] = (check_policies, check_managed)
 _DTYPES = (torch.float64, torch.float32)
 
 
@@ -397,18 +411,20 @@ def parts_of(sharding: Mapping[str, str]) -> dict[str, int]:
     return {name: parse_sharding(kind)[1] for name, kind in sharding.items()}
 
 
-def _oracle(quirks: Quirks, dtype: torch.dtype, optimizer: RowWiseAdagrad) -> ReferenceTables:
+def _oracle(
+    quirks: Quirks,
+    dtype: torch.dtype,
+    optimizer: RowWiseAdagrad,
+    managed: Mapping[str, ManagedIds] | None = None,
+) -> ReferenceTables:
+    parts = quirks.column_parts
     return ReferenceTables(
-        SPECS, optimizer=optimizer, seed=SEED, dtype=dtype, alone=True, column_parts=quirks.column_parts
+        SPECS, optimizer=optimizer, seed=SEED, dtype=dtype, alone=True, column_parts=parts, managed=managed
     )
 
 
 def _oracles(quirks: Quirks) -> list[ReferenceTables]:
     return [_oracle(quirks, dtype, OPTIMIZER) for dtype in _DTYPES]
-
-
-def _is_sequence(feature: str) -> bool:
-    return next(spec.pooling for spec in SPECS if feature in spec.features) == "none"
 
 
 def _assert_close_to_oracle(tables: Tables, oracles: Sequence[ReferenceTables], quirks: Quirks) -> None:
@@ -426,6 +442,13 @@ def _assert_same_state(first: dict[str, Any], second: dict[str, Any], what: str)
     for name in first:
         for key in ("weight", "momentum"):
             _assert_equal(second[name][key], first[name][key], f"{what}: {name} {key}")
+
+
+def _assert_same_ids(first: dict[str, dict[str, Tensor]], second: dict[str, dict[str, Tensor]], what: str) -> None:
+    assert {n: sorted(parts) for n, parts in first.items()} == {n: sorted(parts) for n, parts in second.items()}, what
+    for name, parts in first.items():
+        for key, part in parts.items():
+            _assert_equal(part, second[name][key], f"{what}: {name} {key}")
 
 
 def _assert_equal(came: Tensor, expected: Tensor, what: str) -> None:
