@@ -117,7 +117,7 @@ def measure_noise(*, cases: str, runs: int, rounds: int) -> dict[str, Noise]:
             print(f"gate: comparison {number} of {runs}", file=sys.stderr, flush=True)
             found = compare_commits(clone, "HEAD~1", "HEAD", cases=cases, rounds=rounds)
             base, head = found.base, found.head
-            for name, reason in found.lost.items():
+            for name, reason in {**found.lost, **found.not_compared}.items():
                 raise GateError(f"no noise without a time: {name}: {reason}")
             for case in base:
                 seen.setdefault(case, []).append(statistics.median(head[case]) / statistics.median(base[case]))

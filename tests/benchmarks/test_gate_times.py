@@ -24,7 +24,7 @@ import pytest
 from asv.results import Results
 from asv.runner import BenchmarkResult, ForkServer, run_benchmark
 from gate_asv import GateError, pattern_of
-from gate_expected import reasons_in, select, select_timed, sort_out, versions_at
+from gate_expected import Comparison, reasons_in, select, select_timed, sort_out, versions_at
 
 CASE = "comm.layout_4096"
 LIST = "from types import SimpleNamespace as S\ndef all_cases():\n    return [S(name={name!r}, version={version})]\n"
@@ -260,6 +260,28 @@ def test_what_failed_is_not_recorded(tmp_path):
     }
     write_result(tmp_path, "c" * 40, values)
     assert gate_times.failed_in(tmp_path / "box" / "cccccccc-env.json") == ["a.c.time_cpu", "a.c.track_x"]
+
+
+def test_noise_is_of_every_comparison_and_of_its_rounds(monkeypatch):
+    """Two comparisons of two rounds a side: two ratios seen, the others of their eight rounds."""
+    found = [
+        Comparison(base={"a.b": [1.0] * 4}, head={"a.b": [head] * 4}, not_compared={}, lost={}) for head in (1.0, 1.1)
+    ]
+    monkeypatch.setattr(gate_times, "compare_commits", lambda *_, **__: found.pop(0))
+    monkeypatch.setattr(gate_times, "clone_with_empty_commit", lambda path: path)
+    noise = gate_times.measure_noise(cases="a", runs=2, rounds=2)["a.b"]
+    assert noise.seen == [1.0, 1.1]
+    assert (noise.rounds, len(noise.drawn)) == (8, 200)
+    assert min(noise.drawn) < 1.0 < max(noise.drawn)
+
+
+@pytest.mark.parametrize("what", ["lost", "not_compared"])
+def test_no_noise_without_a_time(monkeypatch, what):
+    found = Comparison(base={}, head={}, **{"lost": {}, "not_compared": {}, what: {"a.b": "it died"}})
+    monkeypatch.setattr(gate_times, "compare_commits", lambda *_, **__: found)
+    monkeypatch.setattr(gate_times, "clone_with_empty_commit", lambda path: path)
+    with pytest.raises(GateError, match=r"no noise without a time: a\.b: it died"):
+        gate_times.measure_noise(cases="a", runs=1, rounds=2)
 
 
 @pytest.mark.parametrize("lost", [False, True])
