@@ -186,7 +186,9 @@ def write(path: Path, record: dict[str, Any]) -> None:
     before, after = (DeviceRecord(**last.get(key, none)) for key in ("device_before", "device"))
     topology = worlds[1]["speed"].get("topology") if worlds else None
     ceilings, without = {}, {}
-    if topology:
+    if topology and before.name == "none":
+        without = {"ceilings": "a dry run on the CPU"}
+    elif topology:
         ceilings = {
             "bf16_matmul_flop_per_s": topology["flops_per_s"],
             "copy_bytes_per_s": topology["memory_bytes_per_s"],
