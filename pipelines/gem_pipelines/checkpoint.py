@@ -32,7 +32,7 @@ from gem_pipelines.checkpoint_incremental import read_whole
 from gem_pipelines.checkpoint_keep import Keeper, find_latest, set_aside_damaged
 from gem_pipelines.config import FREE_ON_RESUME, RunConfig
 from gem_pipelines.config_codec import flatten, from_json, to_json
-from gem_pipelines.contract import REQUIRED, installed_versions
+from gem_pipelines.contract import compare_versions, installed_versions
 from gem_pipelines.errors import CheckpointError
 from gem_pipelines.rundir import collect_versions
 from gem_pipelines.runtime import Runtime
@@ -93,9 +93,9 @@ def save(checkpoints: Path, trainer: Trainer, loader: Loader, *, keep: int) -> P
     return directory
 
 
-def restore(directory: Path, trainer: Trainer, loader: Loader) -> None:
+def restore(directory: Path, trainer: Trainer, loader: Loader) -> list[str]:
     """Put the state of `directory` into a fresh trainer and loader. Raises CheckpointError or DataError; nothing is
-    changed then.
+    changed then. Returns what differs in interface versions without forbidding it, to be said.
     """
     checkpoint = read_whole(directory)
     problems = find_mismatches(checkpoint, trainer)
@@ -104,6 +104,14 @@ def restore(directory: Path, trainer: Trainer, loader: Loader) -> None:
     # The loader checks files, seed and batch settings itself, and changes only itself: it goes first.
     loader.load_state_dict(checkpoint.state["loader"])
     _apply(checkpoint, trainer)
+    return interface_differences(checkpoint)[1]
+
+
+def interface_differences(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """See `contract.compare_versions`."""
+    versions = checkpoint.about.get("versions")
+    stored = versions.get("interfaces") if isinstance(versions, dict) else None
+    return compare_versions(stored if isinstance(stored, dict) else {}, installed_versions())
 
 
 def find_mismatches(checkpoint: Checkpoint, trainer: Trainer) -> list[str]:
@@ -114,12 +122,7 @@ def find_mismatches(checkpoint: Checkpoint, trainer: Trainer) -> list[str]:
         return problems
     problems = _config_mismatches(checkpoint.about["config"], trainer.config)
     problems += _schedule_mismatches(checkpoint.state["optimizer"], trainer)
-    stored = checkpoint.about["versions"]["interfaces"]
-    for name, version in installed_versions().items():
-        if name in stored and stored[name][0] != version[0]:
-            problems.append(
-                f"interface {name}: stored {stored[name]}, installed {list(version)} (needed {REQUIRED[name]})"
-            )
+    problems += interface_differences(checkpoint)[0]
     expected = expected_tensors(trainer)
     for key, tensor in checkpoint.tensors.items():
         if key not in expected:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gem_pipelines.checkpoint import by_table, expected_tensors, is_as_expected
+from gem_pipelines.checkpoint import by_table, expected_tensors, interface_differences, is_as_expected
 from gem_pipelines.checkpoint_format import Checkpoint
 from gem_pipelines.checkpoint_incremental import read_whole
 from gem_pipelines.errors import CheckpointError
@@ -29,8 +29,12 @@ def start_from(directory: Path, trainer: Trainer, *, partial: bool, say: Callabl
     """Put the weights of the checkpoint `directory` into a fresh trainer. A collective.
 
     Raises CheckpointError listing every difference, with nothing applied, unless partial; then only where nothing fits.
+    Interface versions that differ are said.
     """
     checkpoint = read_whole(directory)
+    forbidding, others = interface_differences(checkpoint)
+    for line in (*forbidding, *others):
+        say(f"start from {directory}: {line}")
     fits, differences = compare(checkpoint, trainer)
     if differences and not partial:
         raise CheckpointError(

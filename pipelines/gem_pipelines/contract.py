@@ -13,6 +13,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from gem_pipelines.errors import RunError
 
@@ -56,6 +58,32 @@ def check_versions(found: dict[str, tuple[int, int]], required: dict[str, tuple[
     ]
     if wrong:
         raise RunError("the installed packages do not fit together:\n  " + "\n  ".join(wrong))
+
+
+def compare_versions(stored: Mapping[str, Any], found: Mapping[str, tuple[int, int]]) -> tuple[list[str], list[str]]:
+    """(what forbids using what was stored, what is only worth saying), one line a package.
+
+    Another major version forbids, as does a stored one that is none; another minor one, and a package that is in one
+    of the two only, are said: whether the tensors still fit is found out by comparing them.
+
+    Example: stored {"gem_data": [1, 6]}, found {"gem_data": (1, 7), "gem_comm": (1, 1)} forbid nothing, and say that
+    gem_data was 1.6 and is 1.7, and that of gem_comm no version is stored.
+    """
+    forbidden, said = [], []
+    for name in sorted(stored.keys() | found.keys()):
+        if name not in stored:
+            said.append(f"interface {name}: no version is stored, installed {_dotted(found[name])}")
+            continue
+        was = stored[name]
+        if not (isinstance(was, list | tuple) and len(was) == 2 and all(type(number) is int for number in was)):
+            forbidden.append(f"interface {name}: stored {was!r}, which is no version [major, minor]")
+            continue
+        line = f"interface {name}: stored {was[0]}.{was[1]}, installed {_dotted(found.get(name))}"
+        if name in found and found[name][0] != was[0]:
+            forbidden.append(f"{line} (needed {_dotted(REQUIRED.get(name))})")
+        elif found.get(name) != tuple(was):
+            said.append(line)
+    return forbidden, said
 
 
 def _dotted(version: tuple[int, int] | None) -> str:

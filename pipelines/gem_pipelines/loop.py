@@ -107,7 +107,9 @@ class Job:
         if step < 0:
             say("no checkpoint to resume from: starting at step 0")
             return 0
-        checkpoint.restore(step_directory(self.directory.checkpoints, step), self.trainer, self.loader)
+        directory = step_directory(self.directory.checkpoints, step)
+        for difference in checkpoint.restore(directory, self.trainer, self.loader):
+            say(f"{directory.name}: {difference}")
         self.saver.resumed_from(step)
         say(f"resumed from step {step}")
         return step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import torch
 from gem_pipelines import checkpoint
 from gem_pipelines.checkpoint_format import Checkpoint, list_steps, read_checkpoint, step_directory, write_checkpoint
 from gem_pipelines.checkpoint_manifest import find_damage
+from gem_pipelines.checkpoint_start import start_from
+from gem_pipelines.contract import installed_versions
 from gem_pipelines.errors import CheckpointError
 
 
@@ -78,6 +81,40 @@ def test_every_mismatch_is_listed_and_nothing_is_applied(make_job, take_steps, s
     with pytest.raises(CheckpointError, match="nothing was loaded") as caught:
         checkpoint.restore(tmp_path / "step-00000009", job.trainer, job.loader)
     assert [name for name in names if name not in str(caught.value)] == []
+    assert state_of(job) == before
+
+
+def test_other_interface_versions_are_refused_or_said(make_job, take_steps, state_of, capsys):
+    """Another major number forbids; another minor one, and one that is not stored, are said when the run goes on."""
+    job = make_job()
+    take_steps(job, 2)
+    save(job)
+    directory = step_directory(job.directory.checkpoints, 2)
+    now = installed_versions()
+
+    def rewrite(change) -> None:
+        stored = read_checkpoint(directory)
+        versions = {**stored.about["versions"], "interfaces": {name: list(v) for name, v in now.items()}}
+        change(versions["interfaces"])
+        shutil.rmtree(directory)
+        about = {**stored.about, "versions": versions}
+        write_checkpoint(directory, Checkpoint(tensors=stored.tensors, state=stored.state, about=about))
+
+    assert checkpoint.restore(directory, job.trainer, job.loader) == []
+    rewrite(lambda stored: stored.update(gem_embeddings=[1, 0]) or stored.pop("gem_comm"))
+    assert job.restore_latest() == 2
+    told = capsys.readouterr().out
+    dotted = {name: ".".join(map(str, version)) for name, version in now.items()}
+    assert f"step-00000002: interface gem_embeddings: stored 1.0, installed {dotted['gem_embeddings']}" in told
+    assert f"step-00000002: interface gem_comm: no version is stored, installed {dotted['gem_comm']}" in told
+    assert "gem_data" not in told
+    said: list[str] = []
+    start_from(directory, job.trainer, partial=False, say=said.append)
+    assert [line for line in said if "gem_comm: no version" in line]
+    rewrite(lambda stored: stored.update(gem_embeddings=[2, 0]))
+    before = state_of(job)
+    with pytest.raises(CheckpointError, match=r"interface gem_embeddings: stored 2\.0, installed 1\..*needed 1\."):
+        job.restore_latest()
     assert state_of(job) == before
 
 

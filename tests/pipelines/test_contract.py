@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from gem_pipelines.contract import REQUIRED, check_versions, installed_versions
+from gem_pipelines.contract import REQUIRED, check_versions, compare_versions, installed_versions
 from gem_pipelines.doctor import check_interfaces
 from gem_pipelines.errors import RunError
 
@@ -83,3 +83,22 @@ def test_doctor_says_versions_and_what_does_not_fit(monkeypatch):
     monkeypatch.setitem(REQUIRED, "gem_data", (2, 0))
     assert check_interfaces().status == "error"
     assert "this pipeline needs 2.0" in check_interfaces().found
+
+
+@pytest.mark.parametrize(
+    ("stored", "forbidden", "said"),
+    [
+        ({"gem_data": [1, 6]}, [], []),
+        ({"gem_data": [1, 5]}, [], ["interface gem_data: stored 1.5, installed 1.6"]),
+        ({"gem_data": [1, 7]}, [], ["interface gem_data: stored 1.7, installed 1.6"]),
+        ({"gem_data": [2, 6]}, ["interface gem_data: stored 2.6, installed 1.6"], []),
+        ({}, [], ["interface gem_data: no version is stored, installed 1.6"]),
+        ({"gem_data": [1, 6], "gem_old": [1, 0]}, [], ["interface gem_old: stored 1.0, installed none"]),
+        ({"gem_data": "1.6"}, ["interface gem_data: stored '1.6', which is no version [major, minor]"], []),
+        ({"gem_data": [1, 6.0]}, ["interface gem_data: stored [1, 6.0], which is no version [major, minor]"], []),
+    ],
+)
+def test_stored_versions_are_compared(stored, forbidden, said):
+    found = compare_versions(stored, {"gem_data": (1, 6)})
+    assert [line.partition(" (needed")[0] for line in found[0]] == forbidden
+    assert found[1] == said

@@ -108,9 +108,10 @@ def recapture(into: Path) -> None:
 
     inner = checkpoint.restore
 
-    def restore(directory: Path, trainer: Any, loader: Any) -> None:
-        inner(directory, trainer, loader)
+    def restore(directory: Path, trainer: Any, loader: Any) -> list[str]:
+        differences = inner(directory, trainer, loader)
         checkpoint.save(into, trainer, loader, keep=99)
+        return differences
 
     checkpoint.restore = restore
 
