@@ -154,8 +154,9 @@ def write_record(
     if clash := sorted(about.keys() & found.keys()):
         raise ValueError(f"{path}: the record's own keys are the writer's too: {', '.join(clash)}")
     tree = {**about, **found}
-    write_whole(path, json.dumps(tree, indent=1))
-    if before.name != "none" and (lacks := lacking(tree)):
+    text = json.dumps(tree, indent=1)
+    write_whole(path, text)
+    if before.name != "none" and (lacks := lacking(json.loads(text))):  # as it is read: keys of numbers are text there
         print(f"{path} lacks {', '.join(lacks)}", file=sys.stderr)
 
 

@@ -142,9 +142,10 @@ def test_the_commit_is_gits_or_the_named_one(tmp_path, monkeypatch):
 def test_a_record_has_all_facts_or_says_which_not(tmp_path, monkeypatch, capsys):
     path = tmp_path / "new" / "record.json"
     monkeypatch.setenv("GEMLINE_COMMIT", "abc-clean")
-    write_record(path, {"rows": [{"ms": 1.0, "joules": 2.0}]}, ceilings=CEILINGS, before=BUSY, after=BUSY)
+    found = {"worlds": {1: {"ms": 1.0, "joules": 2.0}}}
+    write_record(path, found, ceilings=CEILINGS, before=BUSY, after=BUSY)
     tree = json.loads(path.read_text())
-    assert (tree["commit"], tree["dirty"], tree["rows"]) == ("abc", False, [{"ms": 1.0, "joules": 2.0}])
+    assert (tree["commit"], tree["dirty"], tree["worlds"]) == ("abc", False, {"1": {"ms": 1.0, "joules": 2.0}})
     assert tree["device_before"]["throttle_reasons"] == ["software_power_cap"]
     assert tree["ceilings"] == CEILINGS
     assert {"torch", "python"} <= tree["versions"].keys()
