@@ -76,3 +76,22 @@ def test_no_machine_paths():
             if bad.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}")
     assert found == []
+
+
+def test_every_session_is_documented():
+    """The table of docs/contributing.md has every session of noxfile.py; no document names one that there is not."""
+    functions = [
+        node for node in ast.parse((ROOT / "noxfile.py").read_text()).body if isinstance(node, ast.FunctionDef)
+    ]
+    decorated = {node.name: " ".join(map(ast.unparse, node.decorator_list)) for node in functions}
+    sessions = {name for name, text in decorated.items() if text == "inside" or text.startswith("nox.session")}
+    assert {"tests", "environment"} <= sessions, "the sessions of noxfile.py are no longer found"
+    table = re.findall(r"^\| `\./ci/nox -s (\w+)", (ROOT / "docs" / "contributing.md").read_text(), re.MULTILINE)
+    assert sessions - set(table) == set(), "not in the table of docs/contributing.md"
+    named = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in tracked(".md")
+        for name in re.findall(r"\bnox -s (\w+)", path.read_text())
+        if name not in sessions
+    }
+    assert named == set(), "no such session"
