@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from cases.case import Case
-from cases.counting import count_tensors
 from cases.data import with_equal_lengths
+from cases.memory import count_all
 
 RANKS, SAMPLES = 64, 256
 BASE_BATCH, SHARE, POOL = 128, 256, 256
@@ -125,7 +125,7 @@ CASES = (
             make=partial(make_loads, rows=RANKS * SAMPLES),
             run=partial(divide, method=method),
             check=check_division,
-            count=count_tensors,
+            count=count_all,
             formula=partial(unevenness, method=method),
             repeat=40,
         )
@@ -136,7 +136,7 @@ CASES = (
         make=partial(make_loads, rows=POOL * BASE_BATCH),
         run=move,
         check=check_moved,
-        count=count_tensors,
+        count=count_all,
         repeat=100,
     ),
     *(
@@ -145,7 +145,7 @@ CASES = (
             make=partial(make_batch, shape=shape),
             run=exchange,
             check=check_exchanged,
-            count=count_tensors,
+            count=count_all,
             formula=sent_bytes,
             repeat=100,
         )

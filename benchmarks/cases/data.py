@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from cases.case import Case
-from cases.counting import count_tensors
+from cases.memory import count_all
 
 ROWS, BATCH = 1200, 200
 
@@ -94,7 +94,7 @@ CASES = tuple(
         make=partial(make, shape=shape, shuffle=order == "shuffled"),
         run=run,
         check=check,
-        count=count_tensors,
+        count=count_all,
         formula=tensor_bytes,
         repeat=40,
     )

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from cases.case import Case
-from cases.counting import count_tensors
+from cases.memory import count_all
 
 ROWS = 2000
 HASHES = {
@@ -129,7 +129,7 @@ CASES = (
         make=partial(dict, rows=ROWS, users=200, items=500, seed=1),
         run=run,
         check=check,
-        count=count_tensors,
+        count=count_all,
         repeat=40,
     ),
 )

@@ -16,6 +16,7 @@ from typing import Any
 
 from cases.case import Case
 from cases.counting import count_tensors, python_calls
+from cases.memory import count_all, count_memory
 from cases.process_group import ensure_world_of_one
 from cases.ranks import run_ranks
 
@@ -225,7 +226,7 @@ def check_metrics(inputs: dict[str, Any], result: tuple[Any, Any]) -> None:
 
 def count_python(inputs: Any, run: Any) -> dict[str, int]:
     """For code without tensors."""
-    return {"python_calls": python_calls(lambda: run(inputs))}
+    return {"python_calls": python_calls(lambda: run(inputs)), **count_memory(inputs, run)}
 
 
 def make_checkpoint() -> dict[str, Any]:
@@ -329,7 +330,7 @@ CASES = (
         make=make_checkpoint,
         run=run_checkpoint,
         check=check_checkpoint,
-        count=count_tensors,
+        count=count_all,
         formula=lambda inputs: {"file_bytes": inputs["bytes"]},
         repeat=40,
     ),

@@ -15,6 +15,7 @@ from typing import Any
 
 from cases.case import Case
 from cases.counting import count_tensors
+from cases.memory import count_all
 from cases.pipelines import batch_of, count_python, make_step
 
 
@@ -213,7 +214,7 @@ CASES = (
         make=make_incremental,
         run=run_incremental,
         check=check_incremental,
-        count=count_tensors,
+        count=count_all,
         formula=lambda inputs: {"file_bytes": inputs["bytes"]},
         repeat=40,
     ),
