@@ -25,15 +25,15 @@ from gate_expected import select
 
 KERNELS = "kernels"
 BY_AXIS = ("collectives.", "collective_bytes.")
-PINNED = ("torch", "torchrec", "triton")
+CONSTRAINTS = Path(__file__).with_name("constraints-cpu.txt")
 
 Counters = dict[str, dict[str, int]]
 
 
 def versions() -> dict[str, str]:
-    """What decides how many operators an operation is."""
+    """What decides how many operators an operation is, and what it calls and imports: all that is pinned."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for name in PINNED:
+    for name in re.findall(r"^([\w.-]+)==", CONSTRAINTS.read_text(), re.MULTILINE):
         try:
             found[name] = version(name).partition("+")[0]
         except PackageNotFoundError:

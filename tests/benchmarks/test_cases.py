@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import gem_embeddings.reference
@@ -18,7 +21,9 @@ from gate_limits import read_limits
 
 ROOT = Path(__file__).parents[2]
 CASES = {case.name: case for case in all_cases()}
-RECORD = json.loads((ROOT / "benchmarks" / "results" / "counters.json").read_text())["cases"]
+TREE = json.loads((ROOT / "benchmarks" / "results" / "counters.json").read_text())
+RECORD = TREE["cases"]
+PINS = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "ci" / "constraints-cpu.txt").read_text(), re.MULTILINE))
 
 
 def test_all_packages_have_cases():
@@ -36,6 +41,31 @@ def test_jagged_cases_come_in_pairs_or_are_ragged():
 def test_every_case_is_recorded_and_nothing_else():
     assert RECORD.keys() == CASES.keys(), "run: python ci/gate.py record --counters-only"
     assert all(figures for figures in RECORD.values())
+
+
+def test_the_record_names_all_pinned_versions():
+    """Else the gate fails, or passes, for what another numpy calls, and does not say so."""
+    assert {"numpy", "pyarrow", "tensordict", "xxhash"} <= PINS.keys()
+    assert TREE["versions"] == {"python": "3.11", **PINS}, "run: python ci/gate.py record --counters-only"
+
+
+LOADED = """
+import importlib.metadata, sys
+import gem_attention.triton_launch, gem_comm.api, gem_data.api, gem_datasets, gem_embeddings.api, gem_pipelines.cli
+import gem_pipelines.ledger, gem_pipelines.trainer
+of = importlib.metadata.packages_distributions()
+print(*{name for module in {name.partition(".")[0] for name in sys.modules} for name in of.get(module, ())})
+"""
+
+
+@pytest.mark.slow
+def test_whatever_the_packages_load_is_pinned():
+    """setuptools loads itself into every process of an environment that has it."""
+    code = [sys.executable, "-W", "ignore", "-c", LOADED]
+    done = subprocess.run(code, capture_output=True, text=True, check=True)
+    loaded = {name.lower().replace("_", "-") for name in done.stdout.split()} - {"gemline", "setuptools"}
+    assert "numpy" in loaded
+    assert loaded <= {name.lower().replace("_", "-") for name in PINS}
 
 
 def test_limits_name_figures_that_exist_and_every_time():
