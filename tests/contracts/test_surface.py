@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,14 @@ def test_package_is_as_frozen(name):
     frozen = (surface.SNAPSHOTS / f"{name}.txt").read_text()
     assert surface.verdict(name, surface.frozen_surface(frozen), now) is None
     assert frozen == now.text(), "run: python ci/surface.py --update"
+
+
+@pytest.mark.parametrize("name", sorted(surface.interfaces()))
+def test_changes_begin_with_this_version(name):
+    path = surface.interfaces()[name]
+    headings = re.findall(r"^## (\d+\.\d+)$", (path.parents[1] / "CHANGES.md").read_text(), re.MULTILINE)
+    assert headings[0] == ".".join(map(str, surface.version_of(path.read_text())))
+    assert headings == sorted(headings, key=lambda text: [-int(part) for part in text.split(".")])
 
 
 @pytest.mark.parametrize(
