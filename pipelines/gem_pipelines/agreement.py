@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gem_pipelines.batches import BatchError, check_batch, event_lengths, impressions_of
 from gem_pipelines.config import RunConfig
-from gem_pipelines.errors import RemoteError
+from gem_pipelines.errors import RemoteError, told
 from gem_pipelines.model.flops import PARTS as MODEL_PARTS
 from gem_pipelines.model.flops import training_flops
 from gem_pipelines.runtime import Runtime
@@ -103,7 +103,7 @@ class Agreement:
             flops_by_part={part: int(count) for part, count in zip(MODEL_PARTS, counts[6:], strict=True)},
         )
 
-    def stop(self, error: ValueError, *, step: int) -> NoReturn:
+    def stop(self, error: Exception, *, step: int) -> NoReturn:
         """Tell the other ranks, which are at the start of the same step, that this one cannot go on. Then raise."""
         _, counts = self._exchange([0.0] * len(self.tasks), [0, 1, 0, 0, 0, 0, *(0 for _ in MODEL_PARTS)])
         self._raise(counts, 0, step, error)
@@ -129,11 +129,11 @@ class Agreement:
         total = self.runtime.sum(torch.tensor([*weights, *counts], dtype=torch.float64)).tolist()
         return total[: len(weights)], total[len(weights) :]
 
-    def _raise(self, counts: list[float], batches: int, step: int, own: ValueError | None) -> NoReturn:
+    def _raise(self, counts: list[float], batches: int, step: int, own: Exception | None) -> NoReturn:
         """Every rank learns which rank has what, and raises; a rank with an error raises the error itself."""
         fatal = bool(counts[1])
         stops = own is not None and not (fatal and isinstance(own, BatchError))
-        texts = self.runtime.gather_text(str(own) if own is not None and stops else "")
+        texts = self.runtime.gather_text(told(own) if own is not None and stops else "")
         numbers = [int(text) for text in self.runtime.gather_text(str(batches))]
         if own is not None and stops:
             raise own

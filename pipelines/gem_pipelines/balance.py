@@ -226,7 +226,7 @@ class RowExchange:
         batch, failure = None, None
         try:
             batch = next(source, None)
-        except ValueError as error:
+        except Exception as error:  # the other ranks wait in the all-gather, whatever it is
             failure = error
         if self._world == 1:
             if failure is not None:
@@ -242,7 +242,7 @@ class RowExchange:
         facts_N2 = np.concatenate([rows[1 : 1 + n].numpy() for rows, n in zip(table_WRC, counts, strict=True)])
         return self._exchange(batch, counts, facts_N2[:, 0], facts_N2[:, 1].astype(np.int64))
 
-    def _gather(self, batch: Batch | None, failure: ValueError | None) -> Tensor:
+    def _gather(self, batch: Batch | None, failure: Exception | None) -> Tensor:
         """(W, 1 + most rows, 2) float64: [state, rows], then [load, bytes] of every row, of every rank."""
         mine = torch.zeros(1 + self._most_rows, 2, dtype=torch.float64)
         mine[0, 0] = _FAILED if failure is not None else _ENDED if batch is None else _READ
@@ -288,7 +288,7 @@ class RowExchange:
             step=batch.step,
         )
 
-    def _raise_together(self, failure: ValueError | None) -> None:
+    def _raise_together(self, failure: Exception | None) -> None:
         """Every rank raises; those that can read repeat what the others say."""
         text = "" if failure is None else str(failure) or type(failure).__name__
         data = torch.tensor(list(text.encode()), dtype=torch.uint8)

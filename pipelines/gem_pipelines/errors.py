@@ -27,6 +27,11 @@ class RemoteError(RunError):
     """This rank stopped because another one reported an error; the message repeats it."""
 
 
+def told(error: Exception) -> str:
+    """What other ranks are told of an error; never empty."""
+    return str(error) or type(error).__name__
+
+
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """A sentence that proposes the nearest valid names, or lists them where none is near.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from gem_data.interface import Loader, Schema
+from gem_data.interface import Batch, Loader, Schema
 from torch import Tensor
 
 from gem_pipelines.batches import check_batch
@@ -34,15 +35,14 @@ def predict(parallel: ParallelModel, loader: Loader, *, schema: Schema, runtime:
     """Predictions of all rows of one pass of `loader`, from all ranks, ordered by sample_id, on the CPU.
 
     Returns sample_id (N,), user_id (N,) int64; label, weight, prediction (N, T) float64. The model is left in the
-    mode it was in.
+    mode it was in. A rank that cannot read a batch raises its error, and the others RemoteError, at the same batch.
     """
     was_training = parallel.module.training
     parallel.module.eval()
     ids, numbers = [torch.zeros(0, 2, dtype=torch.int64)], [torch.zeros(0, 3, len(schema.labels), dtype=torch.float64)]
     try:
         with torch.no_grad():
-            for batch in loader.epoch():
-                check_batch(batch, schema, open_ids=parallel.policies)
+            for batch in _read_together(loader, schema, runtime, open_ids=parallel.policies):
                 rows = batch.sample_ids.shape[0]
                 packed = pack(batch, schema, pin=runtime.device.type == "cuda")
                 placed, host = place(packed, runtime.device), packed.batch
@@ -64,6 +64,23 @@ def predict(parallel: ParallelModel, loader: Loader, *, schema: Schema, runtime:
         "weight": numbers_N3T[:, 1],
         "prediction": numbers_N3T[:, 2],
     }
+
+
+def _read_together(loader: Loader, schema: Schema, runtime: Runtime, *, open_ids: Collection[str]) -> Iterator[Batch]:
+    """Batches of one pass. Before each, ranks tell whether they have it: a lookup waits for all of them."""
+    batches = loader.epoch()
+    while True:
+        batch, failure = None, None
+        try:
+            batch = next(batches, None)
+            if batch is not None:
+                check_batch(batch, schema, open_ids=open_ids)
+        except Exception as error:
+            failure = error
+        runtime.agree(failure, what="evaluation")
+        if batch is None:
+            return
+        yield batch
 
 
 def evaluation_record(

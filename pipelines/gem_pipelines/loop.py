@@ -40,7 +40,15 @@ from gem_pipelines.spikes import SpikeWatch
 from gem_pipelines.supervision import Supervision
 from gem_pipelines.timing import PartClock, only_new_garbage
 from gem_pipelines.trainer import Trainer
-from gem_pipelines.windows import ends_epoch, epoch_of, evaluate_next_window, evaluates_window, whole_epochs
+from gem_pipelines.windows import (
+    ends_epoch,
+    epoch_of,
+    evaluate_next_window,
+    evaluates_window,
+    streaming,
+    total_steps,
+    whole_epochs,
+)
 
 _CLOSING_SECONDS = 1.0  # until the error of a job whose loader does not close is told
 
@@ -97,7 +105,7 @@ class Job:
         self.supervision = Supervision()
         self._sinks: Sinks | None = None
         self._last_eval: dict[str, Any] | None = None
-        self._announced: list[Batch] | ValueError | None = None
+        self._announced: list[Batch] | Exception | None = None
 
     def restore_latest(self) -> int:
         """Load the newest sound checkpoint and return its step; 0 where the run was killed before its first."""
@@ -110,6 +118,8 @@ class Job:
         directory = step_directory(self.directory.checkpoints, step)
         for difference in checkpoint.restore(directory, self.trainer, self.loader):
             say(f"{directory.name}: {difference}")
+        if streaming(self.loader) is not None:  # windows that had begun keep their edges, also in a log that grew
+            self.total_steps = total_steps(self.loader, self.config)
         self.saver.resumed_from(step)
         say(f"resumed from step {step}")
         return step
@@ -124,7 +134,7 @@ class Job:
             self._sinks = Sinks(self.directory, tensorboard=train.tensorboard, first_step=first, say=self.display.say)
         self.saver.check_room(self.trainer)
         self._write(self._start_record(peak, resumed_from, survey))
-        self.display.start(first)
+        self.display.start(first, total_steps=self.total_steps)
         ended = False
         told: threading.Timer | None = None
         try:
@@ -209,22 +219,22 @@ class Job:
     def _read(self, steps: Iterator[list[Batch]]) -> list[Batch]:
         """The next step's batches. Data that cannot be read here stops every rank at this step, not this one alone."""
         coming, self._announced = self._announced or self._fetch(steps), None
-        if isinstance(coming, ValueError):
+        if isinstance(coming, Exception):
             self.trainer.stop_together(coming)
         self.trainer.position.epoch = epoch_of(self.loader, coming[0])
         return coming
 
-    def _fetch(self, steps: Iterator[list[Batch]]) -> list[Batch] | ValueError:
+    def _fetch(self, steps: Iterator[list[Batch]]) -> list[Batch] | Exception:
         """The batches of one more step, or why there can be none."""
         failed = self.saver.failure()
         if failed is not None:
             return failed
         try:
             return next(steps)
-        except ValueError as error:
+        except Exception as error:  # whatever it is: the other ranks wait for this one
             return error
 
-    def _announce(self, steps: Iterator[list[Batch]], batches: list[Batch]) -> list[Batch] | ValueError | None:
+    def _announce(self, steps: Iterator[list[Batch]], batches: list[Batch]) -> list[Batch] | Exception | None:
         """What the next step will train, so that this one can make it ready; None before an evaluation, a checkpoint,
         another epoch or the end, which then find no step begun.
         """
@@ -351,7 +361,9 @@ class Job:
         if record is not None:
             self._write(record)
             window = record["time_window"]
-            self.display.say(f"window {window['trained']} trained, predicted {window['evaluated']}: {_figures(record)}")
+            lost = f" ({record['missing_rows']} rows cannot be used)" if record["missing_rows"] else ""
+            told = f"window {window['trained']} trained, predicted {window['evaluated']}{lost}: {_figures(record)}"
+            self.display.say(told)
 
     def _evaluate(self) -> None:
         self.supervision.enter("evaluate", step=self.trainer.position.step)

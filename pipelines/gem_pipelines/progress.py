@@ -35,10 +35,11 @@ class ProgressDisplay:
             )
             self._task = self._bar.add_task("train", total=total_steps, figures="")
 
-    def start(self, step: int) -> None:
-        """Begin at `step` steps done."""
+    def start(self, step: int, *, total_steps: int) -> None:
+        """Begin at `step` steps done of so many, which of a log that grew are more than at first."""
+        self._total = total_steps
         if self._bar is not None:
-            self._bar.update(self._task, completed=step)
+            self._bar.update(self._task, completed=step, total=total_steps)
             self._bar.start()
 
     def show(self, record: dict[str, Any], *, seconds_left: float) -> None:

@@ -47,6 +47,8 @@ class Quarantine:
         for rank, text in enumerate(runtime.gather_text(json.dumps(mine))):
             for entry in json.loads(text):
                 found.setdefault((entry["file"], entry["row_group"]), {**entry, "rank": rank})
+        with self._lock:  # the rank that evaluates a row group may be another one than that which trains it
+            self._known |= set(found)
         return list(found.values())
 
 

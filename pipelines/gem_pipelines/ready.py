@@ -32,7 +32,7 @@ from gem_pipelines.batches import BatchError, pad_empty
 from gem_pipelines.errors import RemoteError
 from gem_pipelines.lookup import join_ids
 
-Coming = Sequence[Batch] | ValueError
+Coming = Sequence[Batch] | Exception
 """The batches of a step, or why they could not be read."""
 
 
@@ -120,7 +120,7 @@ def make_ready(
 
     Raises what `Agreement.totals` raises, and for batches that could not be read what `Agreement.stop` raises.
     """
-    if isinstance(coming, ValueError):
+    if isinstance(coming, Exception):
         agreement.stop(coming, step=step)
     examined, packed = (None, None) if begun is None else begun.result()
     totals = agreement.totals(coming, step=step, examined=examined)
@@ -136,7 +136,7 @@ def try_ready(coming: Coming, *, step: int, agreement: Agreement, **parts: objec
         return make_ready(coming, step=step, agreement=agreement, **parts)  # type: ignore[arg-type]
     except (BatchError, RemoteBatchError, RemoteError) as error:
         return NotReady(coming=coming, error=error)
-    except ValueError as error:
+    except Exception as error:
         if error is not coming:
             raise
         return NotReady(coming=coming, error=error)

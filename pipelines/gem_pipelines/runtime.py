@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gem_pipelines.errors import RemoteError, RunError
+from gem_pipelines.errors import RemoteError, RunError, told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +105,21 @@ class Runtime:
                 action()
             except (ValueError, OSError) as problem:
                 error = problem
-        told = self.from_main(f"{type(error).__name__}: {error}" if error is not None else "")
+        text = self.from_main(f"{type(error).__name__}: {error}" if error is not None else "")
         if error is not None:
             raise error
-        if told:
-            raise RemoteError(f"rank 0 reported: {told}")
+        if text:
+            raise RemoteError(f"rank 0 reported: {text}")
+
+    def agree(self, error: Exception | None, *, what: str) -> None:
+        """Raise on every rank where one has an error: it raises its own, the others repeat it. A collective."""
+        if not float(self.sum(torch.tensor(float(error is not None)))):
+            return
+        texts = self.gather_text("" if error is None else told(error))
+        if error is not None:
+            raise error
+        rank = next(rank for rank, text in enumerate(texts) if text)
+        raise RemoteError(f"{what}: rank {rank} reported: {texts[rank]}")
 
     def barrier(self) -> None:
         """Wait for all ranks."""

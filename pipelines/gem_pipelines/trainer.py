@@ -148,7 +148,7 @@ class Trainer:
                     self._ahead = try_ready(upcoming, step=number, begun=begun, **self._ready_parts())
             sums_T5, lr, grad_norm = self._update(computed, clock=clock)
         except (BatchError, RemoteBatchError, LossError, GradientError) as error:
-            assert not isinstance(batches, ValueError)  # agreement.stop raised, which does not come here
+            assert not isinstance(batches, Exception)  # agreement.stop raised, which does not come here
             self.optimizer.clear()
             self._set_random_state(random)
             if self.position.skipped_steps >= self.config.train.max_skipped_steps:
@@ -177,7 +177,7 @@ class Trainer:
         self._judge(results, computed)
         return results[:-3].view(len(self.tasks), -1), lr, float(results[-1])
 
-    def stop_together(self, error: ValueError) -> NoReturn:
+    def stop_together(self, error: Exception) -> NoReturn:
         """Tell the other ranks, which are at the start of the same step, that this one cannot go on. Then raise."""
         self._begin(error)
         raise AssertionError("an error cannot be begun")
@@ -201,7 +201,7 @@ class Trainer:
 
     def _begin_beside(self, upcoming: Coming | None) -> Begun | None:
         """Have the thread start on the next step's batches; None where there is no thread, or nothing for it."""
-        if self.threads is None or upcoming is None or isinstance(upcoming, ValueError):
+        if self.threads is None or upcoming is None or isinstance(upcoming, Exception):
             return None
         packs = self.config.balance.budget is None
         parts = {"agreement": self._agreement, "schema": self.schema, "device": self.runtime.device, "packs": packs}

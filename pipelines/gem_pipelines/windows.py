@@ -5,14 +5,17 @@ after the checkpoint of that step, the model is evaluated on the next one, every
 which it has not seen: progressive evaluation. All windows together are one pass over the data, epoch 0.
 
 A record of metrics.jsonl for each: {"kind": "progressive", "step", "time_window": {"trained": 3, "evaluated": 4,
-"first", "last"} (seconds of the evaluated one), "samples", "tasks", "seconds"}.
+"first", "last"} (seconds of the evaluated one), "missing_rows", "samples", "tasks", "seconds"}. missing_rows: of row
+groups that cannot be used, which are left out as in training where data.max_quarantined_rows is set.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
+import torch
 from gem_data.interface import Batch, Loader, LoaderConfig
 from gem_data.streaming import StreamingLoader
 
@@ -81,13 +84,29 @@ def evaluate_next_window(
     loader = stream.later(config)
     assert loader is not None
     try:
-        watched = supervision.evaluating(loader, step=step)
-        found = evaluate.predict(trainer.parallel, watched, schema=trainer.schema, runtime=trainer.runtime)
+        counted = _Counted(supervision.evaluating(loader, step=step))
+        found = evaluate.predict(
+            trainer.parallel, cast(Loader, counted), schema=trainer.schema, runtime=trainer.runtime
+        )
     finally:
         loader.close()
+    missing = counted.planned - int(trainer.runtime.sum(torch.tensor(counted.rows)))
     if not trainer.runtime.is_main:
         return None
     after = stream.windows[stream.window + 1]
     record = evaluate.evaluation_record(found, tasks=trainer.tasks, step=step, started=started)
     window = {"trained": stream.window, "evaluated": after.index, "first": after.first, "last": after.last}
-    return {**record, "kind": "progressive", "time_window": window}
+    return {**record, "kind": "progressive", "time_window": window, "missing_rows": missing}
+
+
+class _Counted:
+    """A loader, and how many rows this rank had of it, and all ranks were to have."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader, self.rows, self.planned = loader, 0, 0
+
+    def epoch(self) -> Iterator[Batch]:
+        for batch in self._loader.epoch():
+            self.rows += batch.rows
+            self.planned += batch.global_rows
+            yield batch

@@ -24,7 +24,7 @@ def record(step: int) -> dict:
 
 
 def shown_by(display: ProgressDisplay) -> None:
-    display.start(0)
+    display.start(0, total_steps=7)
     for step in range(1, 8):
         display.show(record(step), seconds_left=7.0 - step)
     display.say("a line between")

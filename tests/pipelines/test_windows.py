@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import math
+import shutil
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from gem_data.api import events_cost, read_schema, write_dataset
-from gem_data.interface import LoaderConfig
+from gem_data.blocks import chunks_of
+from gem_data.interface import DataError, LoaderConfig
+from gem_data.schema import schema_to_dict
 from gem_data.streaming import StreamingLoader, time_windows
+from gem_pipelines import evaluate
 from gem_pipelines.balance import BalancedLoader
-from gem_pipelines.errors import ConfigError
+from gem_pipelines.errors import ConfigError, RemoteError
 from gem_pipelines.job import build
 from gem_pipelines.ledger import verify_ledger, verify_run
 from gem_pipelines.rundir import RunDirectory, read_records
+from gem_pipelines.runtime import Runtime
 from gem_pipelines.windows import ends_epoch, evaluates_window, streaming
 
 SECONDS = 200_000
@@ -32,13 +40,13 @@ def log(debug_data, tmp_path_factory):
 
 @pytest.fixture
 def make_stream(runtime, log, debug_config, tmp_path):
-    def make(name, *, create=True, **sections):
+    def make(name, *, create=True, source=log, **sections):
         data = {"stream_seconds": SECONDS, **sections.pop("data", {})}
         config = debug_config(data=data, train={"steps": None, **sections.pop("train", {})}, **sections)
         directory = RunDirectory(tmp_path / name)
         if create:
             directory.create(config, command="test")
-        return build(config, data=log, directory=directory, runtime=runtime)
+        return build(config, data=source, directory=directory, runtime=runtime)
 
     return make
 
@@ -98,8 +106,6 @@ def test_rows_that_every_window_drops_are_not_lost(make_stream, windows, log):
 
 def test_a_prediction_is_made_by_a_model_that_has_not_seen_the_window(make_stream, windows, log):
     """The figures of the first edge are those of a model that trained exactly the first window."""
-    from gem_pipelines import evaluate
-
     whole, first = make_stream("whole"), make_stream("first", train={"steps": edges(windows)[0]})
     whole.train(resumed_from=None, survey=None)
     first.train(resumed_from=None, survey=None)
@@ -160,3 +166,104 @@ def test_what_a_stream_cannot_do_is_a_config_error(make_stream, debug_config, wi
         debug_config(data={"stream_seconds": 5}, train={"epochs": 2})
     with pytest.raises(ConfigError, match=r"data\.stream_seconds is 0, expected at least 1"):
         debug_config(data={"stream_seconds": 0})
+
+
+@pytest.fixture
+def damaged(log, tmp_path, windows):
+    """The log with a bit flipped in the first row group of its second window."""
+    directory = tmp_path / "damaged"
+    shutil.copytree(log, directory)
+    file, group = windows[1].groups[0]
+    path = directory / read_schema(log).files[file].path
+    (chunk,) = (c for c in chunks_of(pq.read_metadata(path), group) if c.column == "user_id")
+    data = bytearray(path.read_bytes())
+    data[chunk.stop - 2] ^= 4
+    path.write_bytes(data)
+    return directory
+
+
+@pytest.mark.parametrize("resumed", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_quarantine_holds_where_the_next_window_is_predicted(make_stream, damaged, windows, resumed):
+    """The damaged row group is met when the window before it has been trained, and after a stop there once more."""
+    first = edges(windows)[0]
+    data = {"max_quarantined_rows": 50}
+    job = make_stream("run", source=damaged, data=data, train={"ledger": True})
+    if resumed:
+        job.total_steps, job._evaluate_window = first, lambda: None
+        job.train(resumed_from=None, survey=None)
+        job = make_stream("run", source=damaged, data=data, train={"ledger": True}, create=False)
+        assert job.restore_latest() == first
+        job.directory.forget_after(first)
+    job.train(resumed_from=first if resumed else None, survey=None)
+    found = records(job, "progressive")
+    lost = [20, *(0 for _ in windows[2:])]
+    assert [r["missing_rows"] for r in found] == lost
+    assert [r["samples"] for r in found] == [w.rows - missing for w, missing in zip(windows[1:], lost, strict=True)]
+    assert job.trainer.position.quarantined_samples == 20
+    assert [len(record["groups"]) for record in records(job, "quarantine")] == [1]
+    assert verify_run(job.directory.path, damaged, job.trainer.config.data).ok
+
+
+def test_without_quarantine_the_run_stops_there(make_stream, damaged, windows):
+    job = make_stream("run", source=damaged, train={"checkpoint_every": 1})
+    with pytest.raises(DataError, match="column user_id: expected bytes"):
+        job.train(resumed_from=None, survey=None)
+    assert job.trainer.position.step == edges(windows)[0]
+
+
+class OfTwo(Runtime):
+    """Rank 0 of two, the other of which cannot read its second batch."""
+
+    def sum(self, values):
+        OfTwo.asked += 1
+        return values + (OfTwo.asked == 2)
+
+    def gather_text(self, text):
+        return [text, "rows that cannot be read"]
+
+
+def test_an_evaluation_stops_with_the_rank_that_cannot_read(make_job):
+    """Before the lookup in which the others would wait for it."""
+    job, OfTwo.asked, looked_up = make_job("run"), 0, []
+    job.trainer.parallel.module.register_forward_hook(lambda *_: looked_up.append(True))
+    alone = OfTwo(rank=0, world_size=2, device=torch.device("cpu"))
+    with pytest.raises(RemoteError, match=r"evaluation: rank 1 reported: rows that cannot be read"):
+        evaluate.predict(job.trainer.parallel, job.loader, schema=job.schema, runtime=alone)
+    assert len(looked_up) == 1
+    assert job.trainer.parallel.module.training
+
+
+def test_a_run_goes_on_where_its_log_has_grown(make_stream, log, windows, tmp_path):
+    """A finished run of the first rows, and then of all."""
+    directory, schema = tmp_path / "grown", read_schema(log)
+    tables = {split: read_all(log, split) for split in ("train", "eval")}
+    cut = sum(window.rows for window in windows[:2])
+    write_dataset(directory, schema, {**tables, "train": tables["train"].slice(0, cut)}, rows_per_group=20)
+    settings = {"source": directory, "train": {"ledger": True}, "optimizer": {"schedule": "constant"}}
+    job = make_stream("run", **settings)
+    job.train(resumed_from=None, survey=None)
+    done = job.trainer.position.step
+    assert done == job.total_steps == edges(windows)[1]
+
+    more = write_dataset(directory / "more", schema, {"train": tables["train"].slice(cut)}, rows_per_group=20)
+    files = [dataclasses.replace(file, path=f"more/{file.path}") for file in more.files]
+    grown = dataclasses.replace(schema, files=(*read_schema(directory).files, *files))
+    (directory / "schema.json").write_text(json.dumps(schema_to_dict(grown)))
+    again = make_stream("run", **settings, create=False)
+    assert again.restore_latest() == done
+    assert again.total_steps > done
+    again.ledger.forget_after(done)
+    again.directory.forget_after(done)
+    again.train(resumed_from=done, survey=None)
+    assert again.trainer.position.step == again.total_steps
+    assert [w["trained"] for _, w, _, _ in progress(again)] == list(range(len(streaming(again.loader).windows) - 1))
+    found = verify_ledger(again.directory.path / "ledger", directory)
+    assert (found.trained, found.twice, found.lost) == (320, (), ())
+
+
+def read_all(directory, split):
+    import pyarrow as pa
+
+    return pa.concat_tables(
+        [pq.read_table(directory / f.path) for f in read_schema(directory).files if f.split == split]
+    )

@@ -77,6 +77,18 @@ def chunks_of(metadata: pq.FileMetaData, group: int) -> list[Chunk]:
     return found
 
 
+def timestamp_bounds(metadata: pq.FileMetaData, group: int) -> tuple[int, int] | None:
+    """First and last second of a row group, as its statistics say; None where it has none."""
+    row_group = metadata.row_group(group)
+    for index in range(row_group.num_columns):
+        column = row_group.column(index)
+        if column.path_in_schema == "timestamp":
+            statistics = column.statistics
+            known = statistics is not None and statistics.has_min_max and type(statistics.min) is int
+            return (statistics.min, statistics.max) if known else None
+    return None
+
+
 def block_hashes(path: Path) -> tuple[str, ...]:
     """Hash of the footer, then of every column of every row group, of a file that was just written."""
     footer = read_footer(path)

@@ -47,6 +47,7 @@ class IsolatedFooter:
     arrow_schema: pa.Schema
     rows: int
     group_rows: tuple[int, ...]
+    seconds: tuple[tuple[int, int] | None, ...]
     bytes: int
 
 
@@ -68,6 +69,7 @@ class ReaderProcess:
             arrow_schema=table.schema,
             rows=int(answer["rows"]),
             group_rows=tuple(int(rows) for rows in answer["group_rows"]),
+            seconds=tuple(None if found is None else (int(found[0]), int(found[1])) for found in answer["seconds"]),
             bytes=int(answer["size"]),
         )
 

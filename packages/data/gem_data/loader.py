@@ -79,19 +79,25 @@ class ArrowLoader:
         world_size: int = 1,
         on_damage: OnDamage | None = None,
         only: Collection[tuple[int, int]] | None = None,
+        shards: Shards | None = None,
     ) -> None:
         """Reads schema.json and every footer of the split; no row. Raises DataError, or ValueError for a setting.
 
         only: read these (file, row group) alone; None: all of the split.
+        shards: of this split with these features, labels and open_ids, whose footers need not be read again.
         """
         check_config(config, rank=rank, world_size=world_size)
-        self.schema: Schema = select(read_schema(directory), features=config.features, labels=config.labels)
+        self.schema: Schema = (
+            select(read_schema(directory), features=config.features, labels=config.labels)
+            if shards is None
+            else shards.schema
+        )
         if config.cost is not None:
             check_cost(config.cost, self.schema)
         self.config = config
         self.split = split
         self._rank, self._world_size, self._on_damage = rank, world_size, on_damage
-        self._shards = Shards(directory, self.schema, split, open_ids=config.open_ids)
+        self._shards = Shards(directory, self.schema, split, open_ids=config.open_ids) if shards is None else shards
         groups = [Group(file=file, group=group, rows=rows) for file, group, rows in groups_of(self._shards.footers)]
         if only is not None:
             groups = [group for group in groups if (group.file, group.group) in only]

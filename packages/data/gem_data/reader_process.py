@@ -4,8 +4,8 @@
 
 Reads one JSON request a line from standard input, {"path", "group": null | int, "columns": [...]}; answers one JSON
 line: {"bytes": n} with the Arrow stream of the row group (or, for a footer, of its schema) in the shared memory, for a
-footer also {"group_rows": [...], "size": bytes of the file}; or {"error": text, "kind": name}. Ends when its input
-ends, so it never outlives the trainer. Imports pyarrow and nothing of torch.
+footer also {"group_rows": [...], "seconds": [[first, last] or null, ...], "size": bytes of the file}; or {"error":
+text, "kind": name}. Ends when its input ends, so it never outlives the trainer. Imports pyarrow and nothing of torch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from gem_data.blocks import timestamp_bounds
 
 
 def serve(memory: int, limit_bytes: int) -> None:
@@ -45,7 +47,9 @@ def _answer(request: dict[str, Any], memory: int) -> dict[str, Any]:
             metadata = file.metadata
             rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
             written = _write(memory, pa.Table.from_batches([], file.schema_arrow))
-            return {"bytes": written, "group_rows": rows, "rows": metadata.num_rows, "size": size}
+            seconds = [timestamp_bounds(metadata, group) for group in range(metadata.num_row_groups)]
+            told = {"bytes": written, "group_rows": rows, "seconds": seconds}
+            return {**told, "rows": metadata.num_rows, "size": size}
         table = file.read_row_group(request["group"], columns=request["columns"], use_threads=False)
     return {"bytes": _write(memory, table), "size": size}
 

@@ -26,7 +26,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gem_data.blocks import Block, as_arrow_file, chunks_of, hash_bytes, parse_footer, read_footer
+from gem_data.blocks import Block, as_arrow_file, chunks_of, hash_bytes, parse_footer, read_footer, timestamp_bounds
 from gem_data.interface import DataError, FileInfo, Schema
 from gem_data.isolated import ReaderProcess, shared_reader
 from gem_data.remote import RemotePath, data_path
@@ -43,6 +43,7 @@ class Footer:
     """What one file's footer says: `index` into Schema.files, size in bytes, rows of every row group.
 
     metadata  None where another process read it
+    told_seconds  first and last second of every row group, where another process read the footer
     """
 
     index: int
@@ -50,6 +51,11 @@ class Footer:
     bytes: int
     group_rows: tuple[int, ...]
     metadata: pq.FileMetaData | None
+    told_seconds: tuple[tuple[int, int] | None, ...] = ()
+
+    def seconds(self, row_group: int) -> tuple[int, int] | None:
+        """First and last second of a row group, by its statistics; None where the file has none."""
+        return self.told_seconds[row_group] if self.metadata is None else timestamp_bounds(self.metadata, row_group)
 
 
 class Shards:
@@ -162,7 +168,14 @@ class Shards:
                     "anew with write_dataset.",
                 )
             told = self._reader.footer(path)
-            footer = Footer(index=index, info=info, bytes=told.bytes, group_rows=told.group_rows, metadata=None)
+            footer = Footer(
+                index=index,
+                info=info,
+                bytes=told.bytes,
+                group_rows=told.group_rows,
+                metadata=None,
+                told_seconds=told.seconds,
+            )
             return footer, told.arrow_schema, told.rows
         size, data = path.stat().st_size, read_footer(path)
         if self._compare and hash_bytes(data) != info.blocks_xxh3[0]:

@@ -73,7 +73,7 @@ def cursor_from_state(
             raise DataError(f'loader state: the key "{key}" is missing.')
     _same("order_version", state["order_version"], ORDER_VERSION, "It was written by a gem_data of another row order.")
     _same("split", state["split"], split, "Load it into a loader of the same split.")
-    _same_files(state["files"], _files(footers))
+    same_files(state["files"], _files(footers))
     _same_settings(state["config"], _settings(config))
     return _position(state, plan, config, footers)
 
@@ -136,7 +136,8 @@ def _settings(config: LoaderConfig) -> dict[str, Any]:
     return settings
 
 
-def _same_files(came: Any, wanted: list[dict[str, Any]]) -> None:
+def same_files(came: Any, wanted: list[dict[str, Any]], *, grown: bool = False) -> None:
+    """Raise DataError where the files of a state are not those of the loader; grown: of which there may be more."""
     if not isinstance(came, list):
         raise DataError(f"loader state: files: expected a list, came {type(came).__name__}.")
     todo = "The data changed since: resume with the files it was made from."
@@ -152,7 +153,8 @@ def _same_files(came: Any, wanted: list[dict[str, Any]]) -> None:
                 file=path,
             )
         _same(f"files[{number}]", left, right, todo)
-    _same("files", len(came), len(wanted), "(number of files) The data changed since: resume with the same files.")
+    if not (grown and len(came) < len(wanted)):
+        _same("files", len(came), len(wanted), "(number of files) The data changed since: resume with the same files.")
 
 
 def _hash(value: Any) -> str:

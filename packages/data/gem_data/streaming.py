@@ -8,16 +8,21 @@ groups in the order of time (rows inside one may be in any order, and are shuffl
     there can be no edge
 
 `StreamingLoader` is a Loader whose epoch n is window n. Inside a window everything is the ordinary loader's: the order,
-the ranks' parts, base batches, and a state that resumes exactly. Its own state adds the window and refuses other ones.
-A window must be trained to its end before the next one begins.
+the ranks' parts, base batches, and a state that resumes exactly. Its own state adds the windows and refuses other ones.
+A window must be trained to its end before the next one begins. With drop_last a window of fewer rows than a batch has
+none, and is passed over.
 
-Cost: footers only; the bounds of a row group come from its statistics.
+A log may grow: a state fits data whose files begin with its own, in number, hash and order. Windows that had begun keep
+their edges, so that no row is trained twice or left out; later rows make new windows, or a longer last one where it had
+not begun. windows [0-9] [10-17], the second in training, and row groups [18-30] [31-40] come: [0-9] [10-17] [18-40].
+
+Cost: footers only, read once; the bounds of a row group come from its statistics.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +30,12 @@ from typing import Any
 from gem_data.interface import Batch, DataError, LoaderConfig
 from gem_data.loader import ArrowLoader, OnDamage
 from gem_data.remote import RemotePath
-from gem_data.schema import read_schema
+from gem_data.schema import SCHEMA_FILE, read_schema, select
 from gem_data.shards import Shards
+from gem_data.state import same_files
+from gem_data.validation import check_config
+
+_KEYS = ("windows", "window", "steps_before", "trained", "inside")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +51,7 @@ class TimeWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class _Span:
+    path: str
     file: int
     group: int
     rows: int
@@ -51,26 +61,30 @@ class _Span:
 
 def time_windows(directory: str | Path | RemotePath, *, split: str = "train", seconds: int) -> tuple[TimeWindow, ...]:
     """The windows of a split. Raises DataError where row groups are not in the order of time, or say no times."""
+    return _cut(_spans(Shards(directory, read_schema(directory), split)), seconds=seconds)
+
+
+def _cut(spans: Sequence[_Span], *, seconds: int, begun: Sequence[Any] = ()) -> tuple[TimeWindow, ...]:
+    """begun: rows of the first windows, which keep their edges."""
     if seconds < 1:
         raise ValueError(f"seconds: expected at least 1, came {seconds}")
-    shards = Shards(directory, read_schema(directory), split)
     held: list[list[_Span]] = []
-    for span in _spans(shards):
-        last = max(s.last for s in held[-1]) if held else span.first
+    rows, last = 0, spans[0].first if spans else 0
+    for span in spans:
         if held and span.first < last:
-            path = shards.schema.files[span.file].path
-            raise DataError(
-                f"{path}, row group {span.group}: expected rows not before second {last}, where the one before "
-                f"it ends, came second {span.first}. Streaming needs row groups in the order of time: sort the rows by "
-                "timestamp and write them again.",
-                file=path,
-                row_group=span.group,
-                column="timestamp",
-            )
-        if held and (span.first == last or span.first < held[-1][0].first + seconds):
+            raise _not_before(span, last, "Streaming needs row groups in the order of time: sort the rows by timestamp")
+        kept = bool(held) and len(held) <= len(begun)
+        if kept and rows >= begun[len(held) - 1]:
+            if span.first == last:
+                raise _not_before(span, last + 1, "A window that has begun ends there: append rows that are later")
+            held, rows = [*held, [span]], span.rows
+        elif kept or (held and (span.first == last or span.first < held[-1][0].first + seconds)):
             held[-1].append(span)
+            rows += span.rows
         else:
             held.append([span])
+            rows = span.rows
+        last = max(last, span.last)
     return tuple(
         TimeWindow(
             index=index,
@@ -83,15 +97,24 @@ def time_windows(directory: str | Path | RemotePath, *, split: str = "train", se
     )
 
 
-def _spans(shards: Shards) -> Iterator[_Span]:
+def _not_before(span: _Span, second: int, todo: str) -> DataError:
+    return DataError(
+        f"{span.path}, row group {span.group}: expected rows not before second {second}, where the one before it ends, "
+        f"came second {span.first}. {todo} and write them again.",
+        file=span.path,
+        row_group=span.group,
+        column="timestamp",
+    )
+
+
+def _spans(shards: Shards) -> tuple[_Span, ...]:
+    found = []
     for footer in shards.footers:
         for group, rows in enumerate(footer.group_rows):
             if not rows:
                 continue
-            metadata = footer.metadata.row_group(group)
-            names = [metadata.column(i).path_in_schema for i in range(metadata.num_columns)]
-            statistics = metadata.column(names.index("timestamp")).statistics
-            if statistics is None or not statistics.has_min_max:
+            seconds = footer.seconds(group)
+            if seconds is None:
                 raise DataError(
                     f"{footer.info.path}, row group {group}: expected statistics of column timestamp, came none. "
                     "Write the data set with write_dataset, which keeps them.",
@@ -99,14 +122,18 @@ def _spans(shards: Shards) -> Iterator[_Span]:
                     row_group=group,
                     column="timestamp",
                 )
-            yield _Span(file=footer.index, group=group, rows=rows, first=int(statistics.min), last=int(statistics.max))
+            first, last = seconds
+            found.append(
+                _Span(path=footer.info.path, file=footer.index, group=group, rows=rows, first=first, last=last)
+            )
+    return tuple(found)
 
 
 class StreamingLoader:
     """gem_data.interface.Loader over time windows: epoch n is window n, and after the last there are no more.
 
     windows                           all of them
-    batches_by_window                 global batches of each
+    batches_by_window                 global batches of each; with drop_last a window may have none
     window                            index of the one that is read now
     first_step                        step of its first batch
     at_edge                           whether it has been trained to its end
@@ -124,18 +151,26 @@ class StreamingLoader:
         world_size: int = 1,
         on_damage: OnDamage | None = None,
     ) -> None:
-        """Reads footers. Raises DataError or ValueError as ArrowLoader and time_windows do.
+        """Reads footers. Raises DataError or ValueError as ArrowLoader and time_windows do, and DataError where no
+        window has a batch.
 
-        on_damage: as in build_loader, for what is trained; `later` loaders have none
+        on_damage: as in build_loader, for what is trained and for `later` loaders
         """
-        self._directory, self._split, self._config = directory, split, config
+        check_config(config, rank=rank, world_size=world_size)
+        self._directory, self._split, self._config, self._seconds = directory, split, config, seconds
         self._rank, self._world_size, self._on_damage = rank, world_size, on_damage
-        self.windows = time_windows(directory, split=split, seconds=seconds)
-        size, up = config.global_batch_size, not config.drop_last
-        self.batches_by_window = tuple((window.rows + up * (size - 1)) // size for window in self.windows)
-        self.window, self._offset, self._trained = 0, 0, 0
-        self._inner = self._open(0)
+        schema = select(read_schema(directory), features=config.features, labels=config.labels)
+        self._shards = Shards(directory, schema, split, open_ids=config.open_ids)
+        self._spans = _spans(self._shards)
+        self.windows = _cut(self._spans, seconds=seconds)
+        self.window, self._offset, self._trained = self._next(0), 0, 0
+        self._inner = self._open(self.windows[self.window])
         self.schema = self._inner.schema
+
+    @property
+    def batches_by_window(self) -> tuple[int, ...]:
+        """See the class."""
+        return self._batches_of(self.windows)
 
     @property
     def rows_per_epoch(self) -> int:
@@ -162,9 +197,9 @@ class StreamingLoader:
 
         Raises ValueError where that has been read but not trained, and StopIteration at once after the last window.
         """
-        while self._trained == self.batches_per_epoch and self.window + 1 < len(self.windows):
-            self._enter(self.window + 1)
-        if self._trained == self.batches_per_epoch:
+        if self.at_edge and any(self.batches_by_window[self.window + 1 :]):
+            self._enter(self._next(self.window + 1))
+        if self.at_edge:
             return iter(())
         return self._batches(self._inner, self._offset)
 
@@ -174,44 +209,92 @@ class StreamingLoader:
         self._trained = batch.step - self._offset + 1
 
     def later(self, config: LoaderConfig) -> ArrowLoader | None:
-        """A loader of the window after the present one: every row strictly later. None after the last window."""
-        return self._open(self.window + 1, config) if self.window + 1 < len(self.windows) else None
+        """A loader of the window after the present one: every row strictly later. None after the last window.
+
+        It leaves out the row groups that cannot be used, where training does (on_damage).
+        """
+        if self.window + 1 == len(self.windows):
+            return None
+        return self._open(self.windows[self.window + 1], config)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: the window, the steps before it, and the position inside it."""
+        """JSON-able: the windows, the steps before the present one, and the position inside it."""
         return {
-            "windows": self._described(),
+            "windows": [[window.first, window.last, window.rows] for window in self.windows],
             "window": self.window,
             "steps_before": self._offset,
             "trained": self._trained,
-            # At its end the inner loader is at the start of a second pass, which never comes.
-            "inside": None if self._trained == self.batches_per_epoch else self._inner.state_dict(),
+            "inside": self._inner.state_dict(),  # at the edge: the start of a second pass, which never comes
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`. Raises DataError, and then changes nothing, where windows or data differ."""
-        keys = ("windows", "window", "steps_before", "trained", "inside")
-        if not isinstance(state, Mapping) or set(state) != set(keys):
-            raise DataError(f"loader state: expected an object with the keys {', '.join(keys)}, came {state!r:.80}.")
-        if state["windows"] != self._described():
+        """Continue from `state`. Raises DataError, and then changes nothing, where windows or data differ; data that
+        have only grown fit, see the module.
+        """
+        _check_form(state)
+        window, before, trained = state["window"], state["steps_before"], state["trained"]
+        windows = self._windows_of(state)
+        inner = self._open(windows[window])
+        grown = [windows[window].first, windows[window].last, windows[window].rows] != state["windows"][window]
+        inside = state["inside"]
+        if inside is not None:  # states of gem_data 1.6 and before have none at an edge
+            fresh = inner.state_dict()
+            if isinstance(inside, Mapping) and "files" in inside:
+                same_files(inside["files"], fresh["files"], grown=True)
+                inside = {**inside, "files": fresh["files"], **({"shards": fresh["shards"]} if grown else {})}
+            inner.load_state_dict(inside)
+        elif trained != inner.batches_per_epoch:
+            raise DataError(f"loader state: trained: expected {inner.batches_per_epoch}, came {trained!r}.")
+        steps = sum(self._batches_of(windows)[:window])
+        if before != steps or not 0 <= trained <= inner.batches_per_epoch:
             raise DataError(
-                "loader state: windows: they are not those of this loader. Resume with the same data and seconds."
+                f"loader state: steps_before and trained: expected {steps} and at most {inner.batches_per_epoch}, came "
+                f"{before} and {trained}."
             )
-        inner = self._open(state["window"])
-        if state["inside"] is not None:
-            inner.load_state_dict(state["inside"])
-        elif state["trained"] != inner.batches_per_epoch:
-            raise DataError(f"loader state: trained: expected {inner.batches_per_epoch}, came {state['trained']!r}.")
         self._inner.close()
-        self._inner, self.window = inner, state["window"]
-        self._offset, self._trained = state["steps_before"], state["trained"]
+        self._inner, self.windows, self.window = inner, windows, window
+        self._offset, self._trained = before, trained
 
     def close(self) -> None:
         """See gem_data.interface.Loader."""
         self._inner.close()
 
+    def _windows_of(self, state: Mapping[str, Any]) -> tuple[TimeWindow, ...]:
+        """The windows of the data as they are now, those of `state` that had begun with their edges."""
+        described, count = state["windows"], state["window"] + (state["trained"] > 0)
+        windows = _cut(self._spans, seconds=self._seconds, begun=[rows for _, _, rows in described[:count]])
+        now = [[window.first, window.last, window.rows] for window in windows[: len(described)]]
+        fits = now == described
+        if not fits and len(now) == len(described) > count and now[:-1] == described[:-1]:
+            (first, last, rows), (old_first, old_last, old_rows) = now[-1], described[-1]
+            fits = first == old_first and last >= old_last and rows > old_rows
+        if not fits:
+            raise DataError(
+                "loader state: windows: they are not those of this loader. Resume with the same data, to which later "
+                "rows may have been appended, and with the same seconds."
+            )
+        return windows
+
+    def _batches_of(self, windows: Sequence[TimeWindow]) -> tuple[int, ...]:
+        size, up = self._config.global_batch_size, not self._config.drop_last
+        return tuple((window.rows + up * (size - 1)) // size for window in windows)
+
+    def _next(self, window: int) -> int:
+        """The first window from `window` on that has a batch."""
+        for index, batches in enumerate(self.batches_by_window[window:], start=window):
+            if batches:
+                return index
+        most = max((window.rows for window in self.windows), default=0)
+        raise DataError(
+            f'{self._shards.directory / SCHEMA_FILE}: split "{self._split}": expected a window with rows for at least '
+            f"one batch, came {len(self.windows)} windows of at most {most} rows (global_batch_size "
+            f"{self._config.global_batch_size}, drop_last {self._config.drop_last}). Lower global_batch_size, turn "
+            "drop_last off or make windows longer.",
+            file=SCHEMA_FILE,
+        )
+
     def _enter(self, window: int) -> None:
-        inner = self._open(window)
+        inner = self._open(self.windows[window])
         self._inner.close()
         self._offset += self._inner.batches_per_epoch
         self._inner, self.window, self._trained = inner, window, 0
@@ -225,16 +308,36 @@ class StreamingLoader:
         for batch in inner.epoch():
             yield dataclasses.replace(batch, step=batch.step + offset)
 
-    def _open(self, window: int, config: LoaderConfig | None = None) -> ArrowLoader:
+    def _open(self, window: TimeWindow, config: LoaderConfig | None = None) -> ArrowLoader:
+        own = self._config
+        other = config is not None and (
+            (config.features, config.labels, config.open_ids) != (own.features, own.labels, own.open_ids)
+        )
         return ArrowLoader(
             self._directory,
             split=self._split,
-            config=config or self._config,
+            config=config or own,
             rank=self._rank,
             world_size=self._world_size,
-            only=self.windows[window].groups,
-            on_damage=self._on_damage if config is None else None,
+            only=window.groups,
+            shards=None if other else self._shards,
+            on_damage=self._on_damage,
         )
 
-    def _described(self) -> list[list[int]]:
-        return [[window.first, window.last, window.rows] for window in self.windows]
+
+def _check_form(state: Any) -> None:
+    if not isinstance(state, Mapping) or set(state) != set(_KEYS):
+        raise DataError(f"loader state: expected an object with the keys {', '.join(_KEYS)}, came {state!r:.80}.")
+    for key in ("window", "steps_before", "trained"):
+        if type(state[key]) is not int or state[key] < 0:
+            raise DataError(f"loader state: {key}: expected a whole number >= 0, came {state[key]!r:.80}.")
+    windows = state["windows"]
+    described = isinstance(windows, list) and all(
+        isinstance(window, list) and len(window) == 3 and all(type(value) is int for value in window)
+        for window in windows
+    )
+    if not described or state["window"] >= len(windows):
+        raise DataError(
+            f"loader state: windows: expected [first, last, rows] of more than {state['window']} windows, came "
+            f"{windows!r:.80}."
+        )
