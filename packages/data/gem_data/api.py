@@ -20,7 +20,7 @@ from gem_data.cost import (
 )
 from gem_data.inspection import inspect_dataset
 from gem_data.interface import DataError, Loader, LoaderConfig
-from gem_data.loader import ArrowLoader
+from gem_data.loader import ArrowLoader, warn_of_small_windows
 from gem_data.reference import ReferenceLoader
 from gem_data.remote import RemotePath, data_path, local_only
 from gem_data.request_tables import expand_requests, group_requests, request_schema, to_impressions, to_requests
@@ -86,7 +86,8 @@ def build_loader(
         With config.base_batch the group's whole window is left out, and it hears of each group of it (loader.py: why).
     impl: "arrow" (the one to use) or "reference" (the definition in plain Python: slow, all rows in memory, for tests).
 
-    Raises DataError for absent, unreadable or unfitting data and ValueError for arguments.
+    Raises DataError for absent, unreadable or unfitting data and ValueError for arguments. Warns, on rank 0, where
+    windows are too small for config.base_pool.
 
     >>> import tempfile
     >>> from gem_data.testing import write_tiny
@@ -103,4 +104,7 @@ def build_loader(
     extra: dict[str, Any] = {} if on_damage is None else {"on_damage": on_damage}
     if extra and impl != "arrow":
         raise ValueError(f'on_damage: expected impl "arrow", which alone can leave row groups out, came {impl!r}')
-    return _LOADERS[impl](directory, split=split, config=config, rank=rank, world_size=world_size, **extra)
+    loader = _LOADERS[impl](directory, split=split, config=config, rank=rank, world_size=world_size, **extra)
+    if isinstance(loader, ArrowLoader):
+        warn_of_small_windows(loader)
+    return loader

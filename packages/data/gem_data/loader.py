@@ -30,6 +30,7 @@ shard (about 2 ms each).
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -190,6 +191,25 @@ class _Epoch:
         """Stop reading ahead; a later next() says why."""
         self._ended = reason
         self._source.close()
+
+
+def warn_of_small_windows(loader: ArrowLoader) -> None:
+    """Say, on one rank, that windows hold fewer base batches than base_pool asks for, and larger ones could."""
+    config, epoch = loader.config, loader._plan.epoch(0)
+    if config.base_batch is None or loader._rank:
+        return
+    windows = [epoch.window_groups(shard, 0) for shard in range(config.logical_shards)]
+    held = max(sum(group.rows for group in window) for window in windows) // config.base_batch
+    wanted = min(config.base_pool, int(epoch.shard_rows.max()) // config.base_batch)
+    if held < wanted:
+        groups = -(-wanted * len(windows[0]) // max(held, 1))
+        todo = f"Raise window_groups to {groups}" if config.shuffle else "Turn shuffle on, or write larger row groups"
+        warnings.warn(
+            f"base_pool {config.base_pool}: a window of {len(windows[0])} row groups holds {held} base batches of "
+            f"{config.base_batch} rows, so no more are sorted together and loads are less even. {todo}, or lower "
+            "base_pool to say that this is meant.",
+            stacklevel=3,
+        )
 
 
 def _read(loader: ArrowLoader, cursor: Cursor) -> Generator[tuple[Batch, Cursor], None, None]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from gem_data.interface import Batch, DataError, LoaderConfig
-from gem_data.loader import ArrowLoader, OnDamage
+from gem_data.loader import ArrowLoader, OnDamage, warn_of_small_windows
 from gem_data.remote import RemotePath
 from gem_data.schema import SCHEMA_FILE, read_schema, select
 from gem_data.shards import Shards
@@ -165,6 +165,7 @@ class StreamingLoader:
         self.windows = _cut(self._spans, seconds=seconds)
         self.window, self._offset, self._trained = self._next(0), 0, 0
         self._inner = self._open(self.windows[self.window])
+        warn_of_small_windows(self._inner)
         self.schema = self._inner.schema
 
     @property
