@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import sys
 
 import fsspec
+import fsspec.implementations.memory
 import pytest
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+from gem_data import isolated, shards
+from gem_data import remote as remote_module
 from gem_data.api import build_loader, data_path, inspect_dataset, read_schema, verify_dataset, write_dataset
 from gem_data.blocks import chunks_of
 from gem_data.interface import DataError, LoaderConfig
-from gem_data.remote import RemotePath
+from gem_data.remote import ReadError, RemotePath
 from gem_data.schema import schema_to_dict
+from gem_data.shards import Shards
 from gem_data.streaming import StreamingLoader
 from gem_data.testing import batch_difference, tiny_schema, write_tiny
 
@@ -171,3 +177,197 @@ def test_what_is_missing_is_said(remote, local, monkeypatch) -> None:
     with pytest.raises(ValueError, match="through fsspec, which is not installed: pip install fsspec"):
         data_path(URL)
     assert len(batches(local)) == 7  # a directory does not need it
+
+
+class Failing:
+    """A file of which some reads fail: each call takes the next of `faults`, an exception or None."""
+
+    def __init__(self, file, faults: list) -> None:
+        self.file, self.seek, self.close, self.faults = file, file.seek, file.close, faults
+
+    def __enter__(self) -> Failing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self, count: int) -> bytes:
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, Exception):
+            raise fault
+        data = self.file.read(count)
+        return data[:-1] if fault == "short" else data
+
+
+class HttpError(Exception):
+    """As libraries of stores have it: no OSError."""
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """How long is waited, without waiting."""
+    waited: list = []
+    monkeypatch.setattr(remote_module.time, "sleep", waited.append)
+    return waited
+
+
+def with_faults(monkeypatch, remote, faults: list) -> None:
+    original = type(remote).open
+    monkeypatch.setattr(
+        type(remote), "open", lambda self, *given, **named: Failing(original(self, *given, **named), faults)
+    )
+
+
+@pytest.mark.parametrize(
+    "fault", [TimeoutError("read timed out"), HttpError("503"), OSError("connection reset"), "short"]
+)
+def test_a_read_that_fails_is_tried_again(local, remote, monkeypatch, waits, fault) -> None:
+    loader = build_loader(URL, split="train", config=CONFIG, on_damage=lambda *heard: pytest.fail(str(heard)))
+    with_faults(monkeypatch, remote, [None, fault, fault, None, fault])
+    pairs = zip(loader.epoch(), batches(local), strict=True)
+    assert [batch_difference(there, here) for there, here in pairs] == [None] * 7
+    assert waits == [0.5, 2.0, 0.5]
+
+
+@pytest.mark.parametrize("fault", [TimeoutError("read timed out"), HttpError("503"), "short"])
+def test_what_cannot_be_read_is_no_damage(remote, monkeypatch, waits, fault) -> None:
+    """It is never left out of training, and the place is told."""
+    config = dataclasses.replace(CONFIG, prefetch=0)
+    loader = build_loader(URL, split="train", config=config, on_damage=lambda *heard: pytest.fail(str(heard)))
+    with_faults(monkeypatch, remote, [fault] * 99)
+    with pytest.raises(
+        ReadError, match=r"train-0000\d\.parquet, row group \d+: cannot be read from memory://.*4 attem"
+    ) as caught:
+        list(loader.epoch())
+    assert not isinstance(caught.value, DataError)
+    assert str(caught.value).startswith(f"{caught.value.file}, row group {caught.value.row_group}: ")
+    assert waits == [0.5, 2.0, 5.0]
+    with pytest.raises(ReadError, match=r"train-00000\.parquet: cannot be read"):
+        Shards(URL, read_schema_of(remote, monkeypatch), "train")
+
+
+def read_schema_of(remote, monkeypatch):
+    with monkeypatch.context() as sound:
+        sound.setattr(type(remote), "open", fsspec.implementations.memory.MemoryFileSystem._open)
+        return read_schema(URL)
+
+
+def test_sizes_that_cannot_be_had_are_no_damage(remote, monkeypatch, waits) -> None:
+    loader = build_loader(URL, split="train", config=dataclasses.replace(CONFIG, prefetch=0))
+    original, faults = type(remote).info, [HttpError("429")]
+
+    def info(self, path, **named):
+        if faults:
+            raise faults.pop()
+        return original(self, path, **named)
+
+    monkeypatch.setattr(type(remote), "info", info)
+    assert len(list(loader.epoch())) == 7
+    assert waits == [0.5]
+    faults += [HttpError("429")] * 4
+    with pytest.raises(ReadError, match=r"row group \d+: cannot be read from .*HttpError: 429 \(4 attempts\)"):
+        list(loader.epoch())
+    faults += [HttpError("429")]
+    assert (data_path(URL) / "schema.json").is_file()  # a store that is busy is no store without the file
+    assert not (data_path(URL) / "other.json").is_file()
+    faults += [HttpError("429")] * 4
+    with pytest.raises(ReadError, match="429"):
+        (data_path(URL) / "schema.json").is_file()
+    faults += [PermissionError("no key")]
+    waits.clear()
+    with pytest.raises(ReadError, match="PermissionError: no key"):  # which no attempt will change
+        (data_path(URL) / "schema.json").stat()
+    assert waits == []
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_a_disk_that_fails_is_no_damage(local, monkeypatch, hashed) -> None:
+    """EIO and the like of a local or mounted file system, read here or by the other process."""
+    if not hashed:
+        schema = read_schema(local)
+        bare = tuple(dataclasses.replace(f, blocks_xxh3=()) for f in schema.files)
+        (local / "schema.json").write_text(json.dumps(schema_to_dict(dataclasses.replace(schema, files=bare))))
+    config = dataclasses.replace(CONFIG, prefetch=0)
+    heard: list = []
+    loader = build_loader(local, split="train", config=config, on_damage=lambda *found: heard.append(found))
+    failed = OSError(errno.EIO, "Input/output error")
+    if hashed:
+        monkeypatch.setattr(shards, "Block", lambda *_, **__: (_ for _ in ()).throw(failed))
+    else:
+        monkeypatch.setattr(isolated.json, "loads", lambda line: {"error": "x", "kind": "OSError", "errno": errno.EIO})
+    with pytest.raises(ReadError, match=r"train-0000\d\.parquet, row group \d+: cannot be read from .*\[Errno 5\]"):
+        list(loader.epoch())
+    assert not heard
+
+
+def test_the_other_process_tells_what_it_could_not_read(tmp_path) -> None:
+    """The number of the error, which damage has not."""
+    from gem_data import reader_process
+
+    assert reader_process.failure(PermissionError(errno.EACCES, "Permission denied"))["errno"] == errno.EACCES
+    (tmp_path / "x").write_bytes(b"no parquet at all")
+    reader = isolated.ReaderProcess()
+    try:
+        with pytest.raises(ValueError, match="ArrowInvalid"):
+            reader.footer(tmp_path / "x")
+        with pytest.raises(FileNotFoundError):
+            reader.footer(tmp_path / "y")
+    finally:
+        reader.close()
+
+
+def test_verify_lists_what_it_cannot_read(remote, monkeypatch, waits) -> None:
+    original = RemotePath.open
+
+    def closed(path, mode="rb"):
+        if str(path).endswith("train-00001.parquet"):
+            raise ReadError(f"{path}: HttpError: 403")
+        return original(path, mode)
+
+    monkeypatch.setattr(RemotePath, "open", closed)
+    report = verify_dataset(URL)
+    assert [problem.file for problem in report.problems] == ["train-00001.parquet"]
+    assert "train-00001.parquet: cannot be read from memory://" in str(report.problems[0])
+    assert report.rows["eval"] == 30
+
+
+class StoreFile(AbstractBufferedFile):
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        StoreFile.fetched.append(end - start)
+        return fsspec.filesystem("memory").cat_file(self.path)[start:end]
+
+
+class Store(AbstractFileSystem):
+    """The files of memory:// by ranges, as a store has them."""
+
+    protocol = "rangestore"
+
+    def ls(self, path, detail=True, **_):
+        return fsspec.filesystem("memory").ls(path, detail)
+
+    def info(self, path, **_):
+        return {**fsspec.filesystem("memory").info(path), "name": path}
+
+    def _open(self, path, mode="rb", **named):
+        return StoreFile(self, path, mode, **{**named, "size": self.info(path)["size"], "block_size": 4096})
+
+
+def test_a_cache_of_blocks_may_stand_between_a_store_and_us(local, remote, tmp_path, monkeypatch) -> None:
+    fsspec.register_implementation("rangestore", Store, clobber=True)
+    monkeypatch.setitem(fsspec.config.conf, "blockcache", {"cache_storage": str(tmp_path / "cache")})
+    StoreFile.fetched = []
+    for again in (False, True):
+        pairs = zip(batches("blockcache::rangestore:///bucket/log"), batches(local), strict=True)
+        assert [batch_difference(there, here) for there, here in pairs] == [None] * 7
+        assert bool(StoreFile.fetched) is not again
+        StoreFile.fetched.clear()
+
+
+def test_a_cache_of_blocks_may_stand_between(local, tmp_path) -> None:
+    fsspec.config.conf["blockcache"] = {"cache_storage": str(tmp_path / "cache")}
+    try:
+        for url in (f"blockcache::file://{local}", f"simplecache::file://{local}", f"file://{local}"):
+            pairs = zip(batches(url), batches(local), strict=True)
+            assert [batch_difference(there, here) for there, here in pairs] == [None] * 7
+    finally:
+        del fsspec.config.conf["blockcache"]

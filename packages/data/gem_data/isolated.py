@@ -63,7 +63,7 @@ class ReaderProcess:
         self.started = 0
 
     def footer(self, path: Path) -> IsolatedFooter:
-        """Schema and row groups. ValueError where the file is no readable Parquet file."""
+        """Schema and row groups. ValueError where the file is no Parquet file, OSError where it cannot be read."""
         answer, table = self._ask({"path": str(path), "group": None, "columns": []})
         return IsolatedFooter(
             arrow_schema=table.schema,
@@ -74,7 +74,7 @@ class ReaderProcess:
         )
 
     def group(self, path: Path, group: int, columns: Sequence[str]) -> pa.Table:
-        """Columns of one row group. ValueError where they do not decode."""
+        """Columns of one row group. ValueError where they do not decode, OSError where they cannot be read."""
         return self._ask({"path": str(path), "group": group, "columns": list(columns)})[1]
 
     def close(self) -> None:
@@ -99,7 +99,8 @@ class ReaderProcess:
                 raise ReaderDiedError(self._autopsy(process))
             answer = json.loads(line)
             if "error" in answer:
-                raise ValueError(f"{answer['kind']}: {answer['error']}")
+                text = f"{answer['kind']}: {answer['error']}"
+                raise ValueError(text) if answer["errno"] is None else OSError(int(answer["errno"]), text)
             data = os.pread(self._memory, answer["bytes"], 0)
         with pa.ipc.open_stream(pa.py_buffer(data)) as stream:
             table = stream.read_all()

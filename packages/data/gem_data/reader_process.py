@@ -5,7 +5,8 @@
 Reads one JSON request a line from standard input, {"path", "group": null | int, "columns": [...]}; answers one JSON
 line: {"bytes": n} with the Arrow stream of the row group (or, for a footer, of its schema) in the shared memory, for a
 footer also {"group_rows": [...], "seconds": [[first, last] or null, ...], "size": bytes of the file}; or {"error":
-text, "kind": name}. Ends when its input ends, so it never outlives the trainer. Imports pyarrow and nothing of torch.
+text, "kind": name, "errno": number or null}. Ends when its input ends, so it never outlives the trainer. Imports
+pyarrow and nothing of torch.
 """
 
 from __future__ import annotations
@@ -32,10 +33,16 @@ def serve(memory: int, limit_bytes: int) -> None:
         try:
             answer = _answer(json.loads(line), memory)
         except (pa.ArrowException, OSError, EOFError, ValueError, MemoryError) as error:
-            text = " ".join(str(error).split()) or type(error).__name__
-            answer = {"error": text[:2000], "kind": type(error).__name__}
+            answer = failure(error)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """The answer for a request that ended so. Of pyarrow's OSErrors, those of damage have no number."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    number = error.errno if isinstance(error, OSError) else None
+    return {"error": text[:2000], "kind": type(error).__name__, "errno": number}
 
 
 def _answer(request: dict[str, Any], memory: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from gem_data.blocks import Block, as_arrow_file, chunks_of, hash_bytes, parse_footer, read_footer, timestamp_bounds
 from gem_data.interface import DataError, FileInfo, Schema
 from gem_data.isolated import ReaderProcess, shared_reader
-from gem_data.remote import RemotePath, data_path
+from gem_data.remote import ReadError, RemotePath, data_path, is_unread
 from gem_data.rows import Rows, Where, check_types, decode
 from gem_data.schema import SCHEMA_FILE, columns
 from gem_data.validation import check_open_ids, check_values
@@ -74,7 +74,8 @@ class Shards:
         compare: bool = True,
         reader: ReaderProcess | None = None,
     ) -> None:
-        """Read and check every footer. Raises DataError for absent, unreadable or unfitting files.
+        """Read and check every footer. Raises DataError for absent, damaged or unfitting files, ReadError where one
+        cannot be read.
 
         open_ids  features whose ids may lie outside their tables; ValueError where the data have no such feature
         compare   False: decode here whatever is there, for a program that lists what is wrong (verify_dataset)
@@ -104,15 +105,19 @@ class Shards:
         return self._by_index[file_index]
 
     def read_table(self, file_index: int, row_group: int) -> pa.Table:
-        """The Arrow columns of one row group. Raises DataError naming file, row group and column."""
+        """The Arrow columns of one row group. Raises DataError naming file, row group and column, and ReadError,
+        which names file and row group, where they cannot be read: that is no damage.
+        """
         footer = self._by_index[file_index]
         where = Where(file=footer.info.path, row_group=row_group)
-        self._check_unchanged(footer, where)
         try:
+            self._check_unchanged(footer, where)
             table = self._read_columns(footer, row_group, self._columns)
         except DataError:
             raise
         except _READ_ERRORS as error:
+            if is_unread(error):
+                raise self._unread(error, where) from error
             raise self._broken_column(footer, row_group, where, error) from error
         if table.num_rows != footer.group_rows[row_group]:
             raise where.error(expected=f"{footer.group_rows[row_group]} rows", came=f"{table.num_rows}", todo=_DAMAGED)
@@ -144,6 +149,8 @@ class Shards:
                 todo=f"Restore it, or prepare the data set again; {SCHEMA_FILE} lists it.",
             ) from None
         except _READ_ERRORS as error:
+            if is_unread(error):
+                raise self._unread(error, where) from error
             raise where.error(
                 expected="a Parquet file", came=f"an unreadable one ({_one_line(error)})", todo=_DAMAGED
             ) from error
@@ -233,11 +240,22 @@ class Shards:
         try:
             size = (self.directory / footer.info.path).stat().st_size
         except OSError as error:
+            if is_unread(error):
+                raise
             raise where.error(
                 expected="the file that was there at start", came=_one_line(error), todo="Restore it."
             ) from error
         if size != footer.bytes:
             raise where.error(expected=f"{footer.bytes} bytes as at start", came=f"{size} bytes", todo=_DAMAGED)
+
+    def _unread(self, error: Exception, where: Where) -> ReadError:
+        place = where.file if where.row_group is None else f"{where.file}, row group {where.row_group}"
+        return ReadError(
+            f"{place}: cannot be read from {self.directory}: {_one_line(error)}. Nothing says that it is damaged: see "
+            "that it can be reached, and read again.",
+            file=where.file,
+            row_group=where.row_group,
+        )
 
     def _broken_column(self, footer: Footer, row_group: int, where: Where, error: Exception) -> DataError:
         """Which column is damaged, found out in the other process, where a crash is an answer too."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from gem_data.hashing import file_hash
 from gem_data.interface import DataError, FileInfo, Schema
-from gem_data.remote import RemotePath, data_path
+from gem_data.remote import ReadError, RemotePath, data_path
 from gem_data.rows import Int64, Rows, Where
 from gem_data.schema import SCHEMA_FILE, read_schema
 from gem_data.shards import Footer, Shards
@@ -123,7 +123,12 @@ def _all_problems(
     if not schema.files:
         yield DataError(f"{SCHEMA_FILE}: files: expected at least one file, came none. Prepare it again.")
     for info in schema.files:
-        yield from _file_problems(directory, schema, info, totals, warnings)
+        try:
+            yield from _file_problems(directory, schema, info, totals, warnings)
+        except OSError as error:
+            place = getattr(error, "row_group", None)
+            told = str(error) if isinstance(error, ReadError) and error.file else f"{info.path}: {error}"
+            yield DataError(f"{told} The rest of the file was not looked at.", file=info.path, row_group=place)
     yield from _repeated_samples(totals)
     if "train" in totals.spans and "eval" in totals.spans:
         latest, earliest = totals.spans["train"][1], totals.spans["eval"][0]
