@@ -33,7 +33,7 @@ from gem_data.api import (
     write_dataset,
 )
 from gem_data.cost import Observation
-from gem_data.damage import set_value
+from gem_data.damage import rewrite, set_value
 from gem_data.exchange import pack_rows, row_bytes, rows_of_batch, take_rows, unpack_rows
 from gem_data.interface import Batch, CostModel, CostTerm, DataError, LoaderConfig, Schema
 from gem_data.packing import move_batch, pack_batch
@@ -330,3 +330,63 @@ def test_batches_move_to_a_device_with_their_requests() -> None:
     moved = tiny_batch().to("meta")
     assert moved.requests is not None
     assert moved.requests.device == torch.device("meta")
+
+
+# -------------------------------------------------------------------------------------- what cannot be converted
+@pytest.mark.parametrize(
+    ("column", "change", "said"),
+    [
+        ("stream.views.item", lambda old: [*old, 1], r"expected a list as long as stream\.views\.item|events"),
+        ("id.item", lambda old: 10**6, "id"),
+        ("label.click", lambda old: None, "null"),
+    ],
+)
+@pytest.mark.parametrize("back", [False, True])
+def test_a_bad_row_is_named_by_its_place_in_its_file(
+    tmp_path: Path, column: str, change, said: str, back: bool
+) -> None:
+    """Row 37 of the data, row 7 of row group 3; rows of the group before it are pending then."""
+    if back:
+        write_dataset(tmp_path / "a", SCHEMA, {"train": tiny_request_table(rows=60, seed=2)}, rows_per_group=10)
+        each = column != "stream.views.item"
+    else:
+        write_dataset(tmp_path / "a", tiny_schema(), {"train": tiny_table(rows=60, seed=2)}, rows_per_group=10)
+        each = False
+
+    def spoil(table: pa.Table) -> pa.Table:
+        old = table.column(column)[37].as_py()
+        new = [*old[:-1], change(old[-1])] if each else change(old)
+        return set_value(table, 37, column, new)
+
+    rewrite(tmp_path / "a" / "train-00000.parquet", spoil)
+    place = r"train-00000\.parquet, row group 3, row 7( |,).*" + said
+    settings = {} if back else {"impression": ["id.item"]}
+    with pytest.raises(DataError, match=place) as caught:
+        (expand_requests if back else group_requests)(tmp_path / "a", tmp_path / "b", **settings)
+    assert (caught.value.file, caught.value.row_group, caught.value.row) == ("train-00000.parquet", 3, 7)
+    assert not (tmp_path / "b").exists()
+
+
+def test_files_that_differ_in_what_may_be_null_are_grouped(tmp_path: Path) -> None:
+    """As loaders read them; and with offsets of both widths."""
+    table = tiny_table(rows=40, seed=2)
+    write_dataset(tmp_path / "a", tiny_schema(), {"train": table}, rows_per_file=20, rows_per_group=10)
+    wanted = group_requests(tmp_path / "a", tmp_path / "b", impression=["id.item"])
+    rewrite(tmp_path / "a" / "train-00001.parquet", lambda changed: changed)  # every column may be null now
+    found = group_requests(tmp_path / "a", tmp_path / "c", impression=["id.item"])
+    assert [file.rows for file in found.files] == [file.rows for file in wanted.files]
+    tables = [pq.read_table(tmp_path / name / "train-00000.parquet") for name in ("b", "c")]
+    assert tables[0].equals(tables[1])
+    wide = table.cast(
+        pa.schema([f.with_type(pa.large_list(pa.int64())) if pa.types.is_list(f.type) else f for f in table.schema])
+    )
+    schema = request_schema(tiny_schema(), ["id.item"])
+    mixed = pa.concat_tables(list(to_requests(schema, [table.slice(0, 15), wide.slice(15)])))
+    assert mixed.to_pylist() == pa.concat_tables(list(to_requests(schema, table))).to_pylist()
+
+
+def test_of_several_tables_the_bad_one_is_named() -> None:
+    table = tiny_table(rows=20, seed=2)
+    bad = set_value(table.slice(10), 4, "label.click", None)
+    with pytest.raises(DataError, match=r"table 1, row 4.*column label\.click"):
+        list(to_requests(request_schema(tiny_schema(), ["id.item"]), [table.slice(0, 10), bad]))

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pyarrow as pa
 import pytest
+from gem_data import rows as rows_module
+from gem_data.damage import set_value
 from gem_data.interface import DataError
 from gem_data.rows import Rows, Where, check_types, decode
 from gem_data.testing import tiny_schema, tiny_table
@@ -130,3 +132,20 @@ def test_two_columns_of_one_name_are_refused() -> None:
     table = table.append_column("id.user", table.column("id.user"))
     with pytest.raises(DataError, match="several of that name"):
         check_types(tiny_schema(), table.schema, WHERE)
+
+
+def test_a_row_too_long_for_a_view_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view of a window counts its events with 28 bits. Of streams, only those that keep so many matter."""
+    table = set_value(tiny_table(rows=20, seed=3), 4, "ids.genres", [1] * 9)
+    longest = [len(events) for events in table.column("stream.views.item").to_pylist()]
+    assert max(longest) > 12
+    monkeypatch.setattr(rows_module, "MOST_EVENTS", 13)
+    decode(tiny_schema(), table, WHERE)
+    monkeypatch.setattr(rows_module, "MOST_EVENTS", 9)
+    row = longest.index(max(longest))
+    place = rf"f\.parquet, row group 3, row {row} \(sample_id {row}\), column stream\.views\.item: expected at most 9 "
+    with pytest.raises(DataError, match=place + rf"events in a row, came {max(longest)}\. Split"):
+        decode(tiny_schema(), table, WHERE)
+    monkeypatch.setattr(rows_module, "MOST_EVENTS", 8)
+    with pytest.raises(DataError, match=r"row group 3, row 4 .*, column ids\.genres: expected at most 8 .*came 9"):
+        decode(tiny_schema(), table, WHERE)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gem_data import window as window_module
 from gem_data.collate import Part, collate, take_batch, whole_batch
-from gem_data.interface import DataError, IdFeature, LabelInfo, Schema, StreamInfo, TableInfo
+from gem_data.interface import IdFeature, LabelInfo, Schema, StreamInfo, TableInfo
 from gem_data.rows import Events, Jagged, Rows, Where, decode
 from gem_data.testing import batch_difference, tiny_schema, tiny_table
 from gem_data.window import gather, join, limits_of
@@ -104,12 +104,6 @@ def test_long_buffers_are_entered_at_several_places(reach: int, monkeypatch: pyt
     values, _ = gather([window, window], [np.array([4, 2, 5]), np.array([0, 3])])
     wanted = slices(groups, [(0, 4), (0, 2), (1, 0), (0, 0), (0, 3)], 9)
     assert values.tolist() == [value for column in wanted for value in column]
-
-
-def test_a_row_too_long_for_a_view_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_module, "MOST_EVENTS", 5)
-    with pytest.raises(DataError, match="a row of 6 events: expected at most 5"):
-        join(SCHEMA, [make_rows([(0, 6)], 0)], [[9]])
 
 
 def test_groups_joined_are_one_table_decoded_at_once() -> None:

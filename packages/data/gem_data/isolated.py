@@ -101,8 +101,8 @@ class ReaderProcess:
             if "error" in answer:
                 text = f"{answer['kind']}: {answer['error']}"
                 raise ValueError(text) if answer["errno"] is None else OSError(int(answer["errno"]), text)
-            data = os.pread(self._memory, answer["bytes"], 0)
-        with pa.ipc.open_stream(pa.py_buffer(data)) as stream:
+            data = _copied(self._memory, int(answer["bytes"]))
+        with pa.ipc.open_stream(data) as stream:
             table = stream.read_all()
         table.validate(full=True)
         return answer, table
@@ -163,6 +163,21 @@ def _reader_of(process_id: int) -> ReaderProcess:
 def shared_reader() -> ReaderProcess:
     """The reader of this process, with the usual limits; a forked process gets its own."""
     return _reader_of(os.getpid())
+
+
+def _copied(memory: int, count: int) -> pa.Buffer:
+    """The first `count` bytes of the shared memory. One call of the kernel gives less than 2 GiB."""
+    held = os.fstat(memory).st_size
+    if not 0 <= count <= held:
+        raise ValueError(f"the reading process says {count} bytes, and wrote {held}")
+    buffer, done = pa.allocate_buffer(count), 0
+    view = memoryview(buffer).cast("B")
+    while done < count:
+        came = os.preadv(memory, [view[done:]], done)
+        if not came:
+            raise ValueError(f"{done} of {count} bytes came from the reading process")
+        done += came
+    return buffer
 
 
 def _end(process: subprocess.Popen[bytes], memory: int) -> None:

@@ -29,9 +29,13 @@ from gem_data.remote import RemotePath
 from gem_data.rows import Int64, Jagged, Rows, Where, arrow_type, check_types, decode
 from gem_data.schema import SPLITS, check_schema, columns, read_schema, request_part
 from gem_data.shards import Shards
+from gem_data.validation import check_values
 from gem_data.writing import write_dataset
 
 _WHERE = Where(file="table")
+
+Placed = tuple[pa.Table, Where]
+"""A table and where its rows come from, for messages."""
 
 
 def request_schema(schema: Schema, impression: Sequence[str]) -> Schema:
@@ -53,13 +57,24 @@ def request_schema(schema: Schema, impression: Sequence[str]) -> Schema:
 def to_requests(schema: Schema, tables: pa.Table | Iterable[pa.Table]) -> Iterator[pa.Table]:
     """Tables of plain samples, one after the other, as tables of the requests of `schema` (`request_schema`).
 
-    A request may begin in one table and end in a later one. Raises DataError for columns that do not fit.
+    A request may begin in one table and end in a later one. Raises DataError for columns that do not fit, which names
+    the table by its number, where there are several, and the row in it.
     """
+    if isinstance(tables, pa.Table):
+        return _to_requests(schema, [(tables, _WHERE)])
+    return _to_requests(schema, ((table, Where(file=f"table {n}")) for n, table in enumerate(tables)))
+
+
+def _to_requests(schema: Schema, tables: Iterable[Placed]) -> Iterator[pa.Table]:
+    """Each table is decoded alone, before rows of the one before are put in front, so that errors name its own rows."""
     plain = dataclasses.replace(schema, impression=())
+    fields = pa.schema([pa.field(column.name, arrow_type(column, nullable=True)) for column in columns(plain)])
     pending: pa.Table | None = None
-    for table in [tables] if isinstance(tables, pa.Table) else tables:
-        check_types(plain, table.schema, _WHERE)
-        table = table.select([column.name for column in columns(plain)])
+    for table, where in tables:
+        check_types(plain, table.schema, where)
+        _check(plain, decode(plain, table, where), where)
+        # Files may differ in what they declare nullable, and in the width of offsets.
+        table = table.select(fields.names).cast(fields)
         joined = table if pending is None else pa.concat_tables([pending, table])
         if not joined.num_rows:
             continue
@@ -74,8 +89,14 @@ def to_requests(schema: Schema, tables: pa.Table | Iterable[pa.Table]) -> Iterat
 
 def to_impressions(schema: Schema, table: pa.Table) -> pa.Table:
     """A table of requests as plain samples, each with a copy of its request's part."""
-    check_types(schema, table.schema, _WHERE)
-    rows = decode(schema, table, _WHERE)
+    return _to_impressions(schema, (table, _WHERE))
+
+
+def _to_impressions(schema: Schema, placed: Placed) -> pa.Table:
+    table, where = placed
+    check_types(schema, table.schema, where)
+    rows = decode(schema, table, where)
+    _check(schema, rows, where)
     assert rows.bounds is not None
     owners = pa.array(np.repeat(np.arange(len(rows)), np.diff(rows.bounds)))
     arrays = {}
@@ -95,7 +116,7 @@ def group_requests(
     """
     plain = read_schema(source)
     schema = request_schema(plain, impression)
-    tables = {split: to_requests(schema, found) for split, found in _tables(source, plain).items()}
+    tables = {split: _to_requests(schema, found) for split, found in _tables(source, plain).items()}
     return write_dataset(target, schema, tables, overwrite=overwrite)
 
 
@@ -108,21 +129,27 @@ def expand_requests(source: str | Path | RemotePath, target: str | Path, *, over
     if not schema.impression:
         raise ValueError(f"{source}: expected requests (`impression` in schema.json), came plain samples")
     tables = {
-        split: (to_impressions(schema, table) for table in found) for split, found in _tables(source, schema).items()
+        split: (_to_impressions(schema, placed) for placed in found) for split, found in _tables(source, schema).items()
     }
     plain = dataclasses.replace(schema, impression=(), files=())
     return write_dataset(target, plain, tables, overwrite=overwrite)
 
 
-def _tables(source: str | Path | RemotePath, schema: Schema) -> dict[str, Iterator[pa.Table]]:
-    def read(split: str) -> Iterator[pa.Table]:
+def _tables(source: str | Path | RemotePath, schema: Schema) -> dict[str, Iterator[Placed]]:
+    def read(split: str) -> Iterator[Placed]:
         shards = Shards(source, schema, split)
         for footer in shards.footers:
             for group in range(len(footer.group_rows)):
-                yield shards.read_table(footer.index, group)
+                yield shards.read_table(footer.index, group), Where(file=footer.info.path, row_group=group)
 
     present = {file.split for file in schema.files}
     return {split: read(split) for split in SPLITS if split in present}
+
+
+def _check(schema: Schema, rows: Rows, where: Where) -> None:
+    """The values of a file's rows, which the writer would find too, and then call rows of what it writes."""
+    if where.row_group is not None:
+        check_values(schema, rows, where)
 
 
 def _starts(schema: Schema, rows: Rows) -> Int64:

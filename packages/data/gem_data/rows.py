@@ -30,6 +30,9 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 
 LIST_TYPE = pa.list_(pa.field("element", pa.int64(), nullable=False))
+MOST_EVENTS = (1 << 28) - 1
+"""Most events that a row of a batch may hold in one column (window.py)."""
+
 ARROW_TYPES = {"int": pa.int64(), "float": pa.float32(), "list": LIST_TYPE}
 
 
@@ -158,6 +161,13 @@ def decode(schema: Schema, table: pa.Table, where: Where, *, file_index: int = -
     def jagged(name: str) -> Jagged:
         return _jagged(table, name, where, sample_ids)
 
+    def short(name: str, kept: int) -> Jagged:
+        """kept: to how many events a row is cut before it comes into a batch."""
+        found = jagged(name)
+        if kept >= MOST_EVENTS and count and int(np.diff(found.offsets).max()) > MOST_EVENTS:
+            raise _too_long_error(name, found, where, sample_ids)
+        return found
+
     weights = np.ones((count, len(schema.labels)), np.float32)
     for task, label in enumerate(schema.labels):
         if label.weighted:
@@ -174,9 +184,14 @@ def decode(schema: Schema, table: pa.Table, where: Where, *, file_index: int = -
         scalars=np.stack([flat(f"id.{feature.name}") for feature in schema.scalars])
         if schema.scalars
         else np.empty((0, count), np.int64),
-        lists=tuple(jagged(f"ids.{feature.name}") for feature in schema.lists),
+        lists=tuple(short(f"ids.{feature.name}", MOST_EVENTS) for feature in schema.lists),
         streams=tuple(
-            _events(stream_columns(stream), [jagged(name) for name in stream_columns(stream)], sample_ids, where)
+            _events(
+                stream_columns(stream),
+                [short(name, stream.max_length) for name in stream_columns(stream)],
+                sample_ids,
+                where,
+            )
             for stream in schema.streams
         ),
         origin=origin,
@@ -318,6 +333,19 @@ def _null_error(column: pa.ChunkedArray, name: str, where: Where, sample_ids: In
         expected="a value in every row",
         came=f"null ({column.null_count} in this row group)",
         todo="Write id 0 for an unknown id and an empty list for no events; drop rows without a label.",
+    )
+
+
+def _too_long_error(name: str, jagged: Jagged, where: Where, sample_ids: Int64) -> DataError:
+    lengths = np.diff(jagged.offsets)
+    row = int(np.argmax(lengths))
+    return where.error(
+        column=name,
+        row=row,
+        sample_id=int(sample_ids[row]),
+        expected=f"at most {MOST_EVENTS} events in a row",
+        came=f"{int(lengths[row])}",
+        todo="Split the row, or lower the max_length of its stream.",
     )
 
 

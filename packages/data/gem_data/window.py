@@ -33,8 +33,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gem_data.interface import DataError, Schema
-from gem_data.rows import Float32, Int64, Rows, join_offsets
+from gem_data.interface import Schema
+from gem_data.rows import MOST_EVENTS, Float32, Int64, Rows, join_offsets
 from gem_data.schema import impression_part, request_part
 
 Limits = Sequence[int | Int64]
@@ -43,7 +43,6 @@ Limits = Sequence[int | Int64]
 SIZE, FIRST, BUFFER, START = range(4)
 """The four int32 of a view; where it holds its value itself, that is FIRST and BUFFER."""
 
-MOST_EVENTS = (1 << 28) - 1
 _REACH = 1 << 30
 """A view reaches 2 GiB: a longer buffer is entered at several places, so many bytes apart."""
 
@@ -146,8 +145,7 @@ def _add_column(
     view: npt.NDArray[np.int32], values: Int64, starts: Int64, lengths: Int64, buffers: list[pa.Buffer]
 ) -> None:
     """One column's views (R, 4) of the rows at `starts` in `values`."""
-    if lengths.size and int(lengths.max()) > MOST_EVENTS:
-        raise DataError(f"a row of {int(lengths.max())} events: expected at most {MOST_EVENTS}. Split the row.")
+    assert not lengths.size or int(lengths.max()) <= MOST_EVENTS, "decode refuses longer rows"
     buffer = pa.py_buffer(np.ascontiguousarray(values))
     places = starts * 8
     view[:, SIZE] = lengths * 8
