@@ -105,7 +105,11 @@ def facts(*, ceilings: Mapping[str, float], before: DeviceRecord, after: DeviceR
 
     ceilings: what this device reached in the same process, e.g. bf16_matmul_flop_per_s and copy_bytes_per_s.
     """
-    commit, dirty = commit_at_hand()
+    try:
+        commit, dirty = commit_at_hand()
+    except ValueError as error:  # what was measured is worth more than its name: `lacking` and convert.py ask for it
+        print(f"record: the commit is left open: {error}", file=sys.stderr)
+        commit, dirty = None, None
     return {
         "commit": commit,
         "dirty": dirty,
