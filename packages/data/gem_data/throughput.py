@@ -22,7 +22,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +43,18 @@ from gem_data.window import join, limits_of
 
 
 def measure(
-    directory: str | Path, *, split: str, config: LoaderConfig, repeats: int = 5, baselines: bool = False
+    directory: str | Path, *, split: str, config: LoaderConfig, repeats: int = 5, baselines: Collection[str] = ()
 ) -> dict[str, Any]:
     """Median seconds of one epoch, of pyarrow alone and of every stage, with rates; `config.prefetch` should be 0.
 
     {"samples", "events": stream events after cutting, "loader_s", "pyarrow_s", "samples_per_s", "events_per_s",
      "bound_samples_per_s", "share_of_bound": pyarrow_s / loader_s, "hash_s", "decode_s", ...: the budget}
-    baselines: also "dataloader_<kind>_s" and "times_dataloader_<kind>", of torch's DataLoader (baseline.py).
+    baselines: of baseline.KINDS; also "dataloader_<kind>_s" and "times_dataloader_<kind>", of torch's DataLoader.
     """
     shards = Shards(directory, read_schema(directory), split)
     samples = events = 0
     times: dict[str, list[float]] = {"loader_s": [], "pyarrow_s": []}
-    for kind in KINDS if baselines else ():
+    for kind in baselines:
         for _ in range(min(repeats, 2)):
             started = time.process_time()
             rows = sum(
@@ -215,7 +215,11 @@ def main() -> None:
             directory = f"{parent}/generated"
             write_generated(directory, rows=arguments.rows)
         found = measure(
-            directory, split=arguments.split, config=config, repeats=arguments.repeats, baselines=arguments.baselines
+            directory,
+            split=arguments.split,
+            config=config,
+            repeats=arguments.repeats,
+            baselines=KINDS if arguments.baselines else (),
         )
     for name, value in found.items():
         print(f"{name:22s} {value:,.3f}" if isinstance(value, float) else f"{name:22s} {value:,}")
