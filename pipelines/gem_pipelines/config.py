@@ -319,7 +319,10 @@ class BalanceConfig:
     """Load of a row: "flops" (counted from the model), "events", or a file that `gemline profile --fit-cost` wrote."""
     budget: float | None = None
     """Largest load of what one process computes at once, in the unit of `cost`: what exceeds it is cut into smaller
-    micro-batches, as many on all processes. Bounds memory; the step stays the same up to rounding. None: not cut."""
+    micro-batches, as many on all processes. The step stays the same up to rounding. None: not cut."""
+    budget_of: Literal["cost", "memory"] = "cost"
+    """What `budget` limits: the load that `cost` gives, or the bytes kept for backward, by the model of memory that the
+    file named by `cost` has beside the one of time."""
 
     def __post_init__(self) -> None:
         check_types(self, "balance")
@@ -327,6 +330,8 @@ class BalanceConfig:
         _at_least("balance", 2, base_pool=self.base_pool)
         if self.budget is not None and not self.budget > 0:
             raise ConfigError(f"balance.budget is {self.budget}, expected above 0, or None")
+        if self.budget_of == "memory" and self.budget is None:
+            raise ConfigError("balance.budget_of is 'memory', expected with it balance.budget in bytes, came None")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,6 +111,28 @@ def load_model(config: BalanceConfig, schema: Schema, model: ModelConfig) -> Cos
     return read_cost(Path(config.cost), schema)["time"]
 
 
+def budget_model(config: BalanceConfig, schema: Schema, cost: CostModel) -> CostModel:
+    """What `balance.budget` limits: `cost`, or the memory model of its file. ConfigError where there is none, or where
+    the budget is below what a micro-batch of no rows needs.
+    """
+    if config.budget is None or config.budget_of == "cost":
+        return cost
+    if config.cost in ("flops", "events"):
+        raise ConfigError(
+            f"balance.budget_of is 'memory', balance.cost {config.cost!r}: expected a file with a model of memory. "
+            "Make one with 'gemline profile --fit-cost --out FILE'."
+        )
+    found = read_cost(Path(config.cost), schema)
+    if "memory" not in found or found["memory"].unit != "bytes":
+        raise ConfigError(f"{config.cost}: balance.budget_of is 'memory', expected the key 'memory' with unit 'bytes'")
+    if config.budget <= found["memory"].per_step:
+        raise ConfigError(
+            f"balance.budget is {config.budget}, expected above the {found['memory'].per_step:.0f} bytes that "
+            f"{config.cost} says a micro-batch needs whatever its rows"
+        )
+    return found["memory"]
+
+
 def read_cost(path: Path, schema: Schema) -> dict[str, CostModel]:
     """ "time" and, where the file has it, "memory"."""
     try:

@@ -7,6 +7,8 @@ over the step, which leaves out waiting for other ranks; on CUDA the device time
 events that are complete by the time they are read, so that nothing waits for them (collectives inside it, as with
 expert parallelism, count). "bytes" are those of the batch's tensors.
 
+A step that is left out (train.max_skipped_steps) has no figures, since not every rank has done its work.
+
 Cost: one all-gather of five numbers a step, between hosts.
 """
 
@@ -58,6 +60,8 @@ def batch_bytes(batch: Batch) -> int:
     """Bytes of the batch's tensors."""
     tensors = [batch.sample_ids, batch.user_ids, batch.timestamps, batch.labels, batch.weights, batch.dense]
     tensors += [batch.row_index, batch.ids.values(), batch.ids.lengths()]
+    if batch.requests is not None:
+        tensors.append(batch.requests)
     for stream in batch.streams.values():
         tensors += [stream.offsets, stream.actions, stream.times]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -78,13 +82,15 @@ def within_budget(
     batches: Sequence[Batch], schema: Schema, cost: CostModel, budget: float | None, runtime: Runtime
 ) -> list[Batch]:
     """`batches` cut into micro-batches of at most `budget` load; equally many on all ranks, some perhaps without rows.
+    Where the cost is of bytes, those that each micro-batch needs whatever its rows (per_step) are part of the load.
 
     A row that alone exceeds it is computed alone. Tables and dense parameters are updated once a step with the sum of
     gradients (lookup.py), so cutting changes memory and not the step.
     """
     if budget is None:
         return list(batches)
-    cuts = [budget_batches(batch_loads(cost, batch), budget=budget) for batch in batches]
+    room = budget - cost.per_step if cost.unit == "bytes" else budget
+    cuts = [budget_batches(batch_loads(cost, batch), budget=room) for batch in batches]
     most = runtime.max(torch.tensor([len(cut) for cut in cuts], dtype=torch.float64)).long().tolist()
     found = []
     for batch, cut, count in zip(batches, cuts, most, strict=True):

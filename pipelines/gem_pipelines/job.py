@@ -22,7 +22,7 @@ from gem_pipelines.balance import BalancedLoader
 from gem_pipelines.checkpoint_start import start_from
 from gem_pipelines.config import RunConfig
 from gem_pipelines.contract import check_versions, installed_versions
-from gem_pipelines.cost import load_model
+from gem_pipelines.cost import budget_model, load_model
 from gem_pipelines.data_source import data_directory, trained_schema
 from gem_pipelines.errors import ConfigError, RunError, did_you_mean
 from gem_pipelines.loop import Job, Outcome
@@ -252,7 +252,10 @@ def build(
         compiled=config.model.compile,
         graphs=config.model.graphs,
     )
-    trainer = Trainer(parallel, schema=schema, config=config, runtime=runtime, total_steps=steps, cost=cost)
+    limited = budget_model(config.balance, schema, cost)
+    trainer = Trainer(
+        parallel, schema=schema, config=config, runtime=runtime, total_steps=steps, cost=cost, budget_cost=limited
+    )
     return Job(
         trainer=trainer,
         loader=loader,

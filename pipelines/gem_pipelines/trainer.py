@@ -101,9 +101,11 @@ class Trainer:
         runtime: Runtime,
         total_steps: int,
         cost: CostModel | None = None,
+        budget_cost: CostModel | None = None,
     ) -> None:
-        """cost: the load of a row; None: its events."""
+        """cost: the load of a row; None: its events. budget_cost: what balance.budget limits; None: that load."""
         self.cost = events_cost(schema) if cost is None else cost
+        self.budget_cost = self.cost if budget_cost is None else budget_cost
         self.parallel = parallel
         self.schema = schema
         self.config = config
@@ -208,7 +210,7 @@ class Trainer:
         return begin_ready(self.threads, upcoming, dynamic=self._dynamic, **parts)
 
     def _cut(self, batches: Sequence[Batch]) -> list[Batch]:
-        return within_budget(batches, self.schema, self.cost, self.config.balance.budget, self.runtime)
+        return within_budget(batches, self.schema, self.budget_cost, self.config.balance.budget, self.runtime)
 
     def _compute(self, ready: Ready, *, clock: PartClock, work: WorkClock, profiled: bool) -> Computed:
         """Losses and gradients of a step, added up over the ranks. Changes no parameter, table or moment."""

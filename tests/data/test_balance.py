@@ -73,6 +73,18 @@ def test_free_counts_stay_within_the_bound_of_the_method(method: str) -> None:
         assert max(loads[part].sum() for part in found) <= best * (4 / 3 - 1 / (3 * parts)) + 1e-9
 
 
+@pytest.mark.parametrize("method", ["lpt", "kk"])
+def test_rows_without_load_do_not_pile_up_on_one_part(method: str) -> None:
+    """8 rows with history and 56 cold ones over 4 ranks, loads in events."""
+    loads = np.r_[np.zeros(30), np.full(8, 5.0), np.zeros(26)]
+    found = partition(loads, 4, method=method, counts="free")
+    assert [len(part) for part in found] == [16] * 4
+    assert [loads[part].sum() for part in found] == [10.0] * 4
+    assert sorted(itertools.chain(*found)) == list(range(64))
+    uneven = partition([9.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0], 2, method=method, counts="free")
+    assert sorted(len(part) for part in uneven) == [3, 4]
+
+
 @pytest.mark.parametrize(
     ("method", "ranks", "rows"),
     [("lpt", 2, 32), ("lpt", 8, 32), ("lpt", 64, 32), ("lpt", 64, 256), ("kk", 2, 32), ("kk", 8, 32), ("kk", 64, 32)],

@@ -12,10 +12,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+from gem_data.api import read_schema, write_dataset
+from gem_data.streaming import time_windows
 from gem_pipelines.checkpoint_format import step_directory
 from gem_pipelines.checkpoint_manifest import read_manifest, state_digest
 from gem_pipelines.cli import main
+from gem_pipelines.ledger import verify_ledger
 from gem_pipelines.rundir import read_records
 from two_ranks import gemline
 
@@ -118,6 +122,65 @@ def test_base_batches_are_the_same_on_one_and_two_processes(data, tmp_path) -> N
 
 
 @pytest.mark.slow
+def test_a_stream_is_balanced_across_its_edge(data, tmp_path) -> None:
+    """Two processes with the balancer, which reads ahead, and one without: the same windows, steps and losses; and a
+    run that stopped at an edge goes on as the one that went through.
+    """
+    log = tmp_path / "log"
+    tables = {file.split: pq.read_table(data / file.path) for file in read_schema(data).files}
+    write_dataset(log, read_schema(data), tables, rows_per_group=10)
+    seconds = 150_000
+    windows = time_windows(log, seconds=seconds)
+    edge = -(-windows[0].rows // 28)
+    assert len(windows) > 2
+    arguments = [
+        *(*ARGUMENTS, "--data", str(log), "--data.stream-seconds", str(seconds), "--train.steps", str(2 * edge + 1)),
+        *("--train.checkpoint-every", str(edge)),
+    ]
+    runs = [tmp_path / "one", tmp_path / "two"]
+    assert main(["train", *arguments, "--run-dir", str(runs[0])]) == 0
+    done = train([*arguments, *GLOBAL, "--run-dir", str(runs[1])])
+    assert done.returncode == 0, done.stderr
+    first, second = (records(run) for run in runs)
+    assert len(first) == len(second) == 2 * edge + 1
+    for a, b in zip(first, second, strict=True):
+        assert [a[name] for name in ("step", "samples", "tokens")] == [
+            b[name] for name in ("step", "samples", "tokens")
+        ]
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5), a["step"]
+    whole = [b["imbalance"]["load"] for b in second if b["step"] % edge == 1]
+    assert len(whole) == 3
+    assert max(whole) <= 1.02
+    for step in (2 * edge + 1, 2 * edge):
+        shutil.rmtree(step_directory(runs[1] / "checkpoints", step), ignore_errors=True)
+    done = train(["--resume", "--run-dir", str(runs[1])])
+    assert done.returncode == 0, done.stderr
+    assert f"resumed from step {edge}" in done.stdout
+    assert [(r["step"], r["loss"]) for r in records(runs[1])] == [(r["step"], r["loss"]) for r in second]
+
+
+def test_quarantined_rows_are_the_same_with_the_balancer(data, spoil, tmp_path) -> None:
+    """A group that one of two processes cannot use: both train the other rows once, and the ledger says so."""
+    spoilt = without_hashes(spoil(data)[0])
+    run = tmp_path / "run"
+    arguments = ["--data", str(spoilt), "--train.ledger", "True", "--data.max-quarantined-rows", "40"]
+    done = train(
+        [*ARGUMENTS, *GLOBAL, *arguments, "--train.steps", "9", "--train.checkpoint-every", "9", "--run-dir", str(run)]
+    )
+    assert done.returncode == 0, done.stderr
+    (noted,) = records(run, "quarantine")
+    assert [(group["row_group"], group["rows"]) for group in noted["groups"]] == [(3, 40)]
+    assert records(run)[-1]["samples"] == 200
+    assert main(["data", "ledger", str(run)]) == 0
+    assert verify_ledger(run / "ledger", data, quarantined=ids_of_group(data, 3)).ok
+
+
+def ids_of_group(data: Path, group: int) -> frozenset[int]:
+    path = next(data.glob("train-*.parquet"))
+    return frozenset(pq.ParquetFile(path).read_row_group(group, columns=["sample_id"])["sample_id"].to_pylist())
+
+
+@pytest.mark.slow
 def test_a_budget_is_cut_alike_on_both(one, data, tmp_path) -> None:
     """A small budget in events: ranks need different numbers of micro-batches, and the losses stay."""
     run = tmp_path / "run"
@@ -128,13 +191,17 @@ def test_a_budget_is_cut_alike_on_both(one, data, tmp_path) -> None:
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5), a["step"]
 
 
+def without_hashes(data: Path) -> Path:
+    """As version 1.0 wrote it: the value itself must be found, not the changed file."""
+    schema = json.loads((data / "schema.json").read_text())
+    schema["files"] = [{key: file[key] for key in ("path", "split", "rows")} for file in schema["files"]]
+    (data / "schema.json").write_text(json.dumps(schema))
+    return data
+
+
 def test_a_row_that_one_rank_cannot_read_stops_both(data, spoil, tmp_path) -> None:
     run = tmp_path / "run"
-    spoilt, _ = spoil(data)
-    schema = json.loads((spoilt / "schema.json").read_text())
-    # Without hashes, as version 1.0 wrote it: the value itself must be found, not the changed file.
-    schema["files"] = [{key: file[key] for key in ("path", "split", "rows")} for file in schema["files"]]
-    (spoilt / "schema.json").write_text(json.dumps(schema))
+    spoilt = without_hashes(spoil(data)[0])
     order = ["--data.shuffle", "False", "--data.global-batch-size", "40", "--data.window-groups", "1"]
     done = train([*ARGUMENTS, *GLOBAL, *order, "--data", str(spoilt), "--run-dir", str(run)])
     assert done.returncode == 1

@@ -7,8 +7,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from gem_data.api import events_cost
+from gem_data.api import batch_from_table, events_cost
 from gem_data.interface import CostModel, CostTerm
+from gem_data.testing import tiny_request_schema, tiny_request_table
 from gem_pipelines.balance import BalancedLoader
 from gem_pipelines.cost import batch_loads
 from gem_pipelines.errors import ConfigError
@@ -52,6 +53,17 @@ def test_own_load_counts_the_batch(make_job) -> None:
     assert batch_bytes(batch) == 8 * (6 * rows + ids + 2 * (rows + 1) + 2 * events) + 4 * rows * (2 * tasks + dense)
 
 
+def test_bytes_of_requests_are_those_of_all_their_tensors() -> None:
+    schema = tiny_request_schema()
+    batch = batch_from_table(schema, tiny_request_table(rows=9, seed=0))
+    tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+    tensors += [batch.ids.values(), batch.ids.lengths()]
+    tensors += [part for stream in batch.streams.values() for part in vars(stream).values()]
+    assert batch.requests is not None
+    assert any(tensor is batch.requests for tensor in tensors)
+    assert batch_bytes(batch) == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 def test_records_hold_the_imbalance_of_every_step(make_job, take_steps) -> None:
     records = take_steps(make_job(), 2)
     assert all(
@@ -77,6 +89,35 @@ def test_micro_batches_stay_within_the_budget_and_keep_the_rows(make_job) -> Non
 
     more = within_budget([batch], job.schema, cost, budget, MoreElsewhere())
     assert [part.sample_ids.numel() for part in more[len(cut) :]] == [0, 0]
+
+
+def test_a_budget_of_memory_bounds_the_bytes_that_the_file_predicts(make_job, take_steps, tmp_path) -> None:
+    """Not the time of the same file; and the step is the same."""
+    whole = make_job("whole")
+    name = whole.schema.streams[0].name
+    path = tmp_path / "cost.json"
+    model = {"unit": "bytes", "per_step": 100.0, "per_sample": 10.0, "terms": [{"stream": name, "coefficient": 7.0}]}
+    path.write_text(json.dumps({"time": {"unit": "seconds", "per_sample": 1.0}, "memory": model}))
+    memory = CostModel(unit="bytes", per_step=100.0, per_sample=10.0, terms=(CostTerm(stream=name, coefficient=7.0),))
+    cut = make_job("cut", balance={"cost": str(path), "budget": 500.0, "budget_of": "memory"})
+    batch = next(whole.loader.epoch())
+    parts = cut.trainer._cut([batch])
+    most = max(100.0 + float(batch_loads(memory, part).sum()) for part in parts)
+    assert 400 < most <= 500
+    assert [s for part in parts for s in part.sample_ids.tolist()] == batch.sample_ids.tolist()
+    by_time = make_job("time", balance={"cost": str(path), "budget": 500.0})
+    assert len(by_time.trainer._cut([batch])) == 1
+    (a,), (b,) = take_steps(make_job("again"), 1), take_steps(cut, 1)
+    assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+    for balance, message in (
+        ({"cost": "events", "budget": 500.0}, "balance.cost 'events': expected a file with a model of memory"),
+        ({"cost": str(path), "budget": 99.0}, "expected above the 100 bytes"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_job("bad", balance={**balance, "budget_of": "memory"})
+    path.write_text(json.dumps({"time": {"unit": "seconds", "per_sample": 1.0}}))
+    with pytest.raises(ConfigError, match="expected the key 'memory'"):
+        make_job("worse", balance={"cost": str(path), "budget": 500.0, "budget_of": "memory"})
 
 
 def test_a_budget_changes_memory_and_not_the_step(make_job, take_steps) -> None:
@@ -133,6 +174,7 @@ def test_the_balanced_loader_of_one_process_is_its_loader(make_job) -> None:
         ({"base_batch": 0}, "balance.base_batch is 0, expected at least 1"),
         ({"budget": 0.0}, "balance.budget is 0.0, expected above 0"),
         ({"method": "all"}, "balance.method is 'all'"),
+        ({"budget_of": "memory"}, "expected with it balance.budget in bytes"),
     ],
 )
 def test_wrong_settings_are_named(debug_config, section, message) -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +50,8 @@ def partition(
 ) -> tuple[Int64, ...]:
     """Rows of every part, each in rising order, so that the parts' sums of `loads` are alike.
 
-    counts  "equal": part p gets (p + 1) n // parts - p n // parts rows, as many as a plain cut would give; "free": any
+    counts  "equal": part p gets (p + 1) n // parts - p n // parts rows, as many as a plain cut would give; "free": any,
+            and rows without load, which no sum tells where to put, go where the fewest rows are
 
     >>> [part.tolist() for part in partition([9.0, 1.0, 5.0, 5.0], 2)]
     [[0, 1], [2, 3]]
@@ -65,15 +65,32 @@ def partition(
     values = np.asarray(loads, dtype=np.float64)
     if values.size and not (np.isfinite(values).all() and values.min() >= 0):
         raise ValueError("loads: expected finite numbers >= 0")
-    rows: Sequence[Any] = (_karmarkar_karp if method == "kk" else _lpt)(values, parts, counts)
-    return tuple(np.sort(np.asarray(part, dtype=np.int64)) for part in rows)
+    divide = _karmarkar_karp if method == "kk" else _lpt
+    if counts == "equal":
+        rows = divide(values, parts, counts)
+    else:
+        weighing = np.flatnonzero(values)
+        rows = _dealt(np.flatnonzero(values == 0), [weighing[part] for part in divide(values[weighing], parts, counts)])
+    return tuple(np.sort(part) for part in rows)
 
 
 def _capacities(rows: int, parts: int) -> list[int]:
     return [(part + 1) * rows // parts - part * rows // parts for part in range(parts)]
 
 
-def _lpt(loads: Float64, parts: int, counts: str) -> list[list[int]]:
+def _dealt(rows: Int64, parts: Sequence[Int64]) -> list[Int64]:
+    """`parts` with `rows` added, each to the part that has the fewest (the lowest number on a tie)."""
+    heap = [(len(part), number) for number, part in enumerate(parts)]
+    heapq.heapify(heap)
+    owners = np.empty(len(rows), np.int64)
+    for index in range(len(rows)):
+        count, number = heap[0]
+        owners[index] = number
+        heapq.heapreplace(heap, (count + 1, number))
+    return [np.concatenate([part, rows[owners == number]]) for number, part in enumerate(parts)]
+
+
+def _lpt(loads: Float64, parts: int, counts: str) -> list[Int64]:
     room = _capacities(len(loads), parts) if counts == "equal" else [len(loads)] * parts
     heap = [(0.0, part) for part in range(parts) if room[part]]
     found: list[list[int]] = [[] for _ in range(parts)]
@@ -84,7 +101,7 @@ def _lpt(loads: Float64, parts: int, counts: str) -> list[list[int]]:
             heapq.heapreplace(heap, (total + float(loads[row]), part))
         else:
             heapq.heappop(heap)
-    return found
+    return [np.array(part, np.int64) for part in found]
 
 
 def _karmarkar_karp(loads: Float64, parts: int, counts: str) -> list[Int64]:
