@@ -173,13 +173,17 @@ def damaged(log, tmp_path, windows):
     """The log with a bit flipped in the first row group of its second window."""
     directory = tmp_path / "damaged"
     shutil.copytree(log, directory)
-    file, group = windows[1].groups[0]
-    path = directory / read_schema(log).files[file].path
-    (chunk,) = (c for c in chunks_of(pq.read_metadata(path), group) if c.column == "user_id")
-    data = bytearray(path.read_bytes())
-    data[chunk.stop - 2] ^= 4
-    path.write_bytes(data)
+    spoil(directory, windows[1].groups[:1])
     return directory
+
+
+def spoil(directory, groups):
+    for file, group in groups:
+        path = directory / read_schema(directory).files[file].path
+        (chunk,) = (c for c in chunks_of(pq.read_metadata(path), group) if c.column == "user_id")
+        data = bytearray(path.read_bytes())
+        data[chunk.stop - 2] ^= 4
+        path.write_bytes(data)
 
 
 @pytest.mark.parametrize("resumed", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -202,6 +206,18 @@ def test_quarantine_holds_where_the_next_window_is_predicted(make_stream, damage
     assert job.trainer.position.quarantined_samples == 20
     assert [len(record["groups"]) for record in records(job, "quarantine")] == [1]
     assert verify_run(job.directory.path, damaged, job.trainer.config.data).ok
+
+
+@pytest.mark.slow
+def test_a_window_that_is_lost_whole_is_predicted_by_nothing(make_stream, damaged, windows):
+    spoil(damaged, windows[1].groups[1:])
+    job = make_stream("run", source=damaged, data={"max_quarantined_rows": 200})
+    job.train(resumed_from=None, survey=None)
+    found = records(job, "progressive")
+    assert [r["missing_rows"] for r in found] == [windows[1].rows, *(0 for _ in windows[2:])]
+    assert found[0]["samples"] == 0
+    assert {r["ne"] for r in found[0]["tasks"].values()} == {None}
+    assert job.trainer.position.quarantined_samples == windows[1].rows
 
 
 def test_without_quarantine_the_run_stops_there(make_stream, damaged, windows):
