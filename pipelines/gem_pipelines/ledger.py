@@ -31,7 +31,6 @@ import torch
 from gem_data.api import read_schema
 from gem_data.interface import Batch
 from gem_data.remote import DataPath
-from gem_data.streaming import time_windows
 
 from gem_pipelines.config import DataConfig
 from gem_pipelines.errors import RunError
@@ -141,12 +140,19 @@ def verify_run(run: Path, data: DataPath, config: DataConfig) -> LedgerReport:
             "made without --train.ledger True, or segments were removed; what was trained there is not known"
         )
     groups = [group for record in records if record.get("kind") == "quarantine" for group in record["groups"]]
+    rows = sum(file.rows for file in read_schema(data).files if file.split == "train")
+    end = ends[-1] if ends else {}
+    if end.get("epoch_rows", rows) != rows:  # the log has grown since: what was an epoch then is a part of one now
+        end = {}
+    dropped_rows = end.get("dropped_rows", 0)
+    if config.drop_last and config.stream_seconds is None:
+        dropped_rows = rows % config.global_batch_size  # also of epochs of a run that has not come to its end
     return verify_ledger(
         run / "ledger",
         data,
         quarantined=_ids_of_groups(data, groups),
-        whole_epochs=ends[-1].get("whole_epochs", 0) if ends else 0,
-        dropped_rows=_dropped_rows(data, config) if config.drop_last else 0,
+        whole_epochs=end.get("whole_epochs", 0),
+        dropped_rows=dropped_rows,
     )
 
 
@@ -204,14 +210,6 @@ def verify_ledger(
         twice=tuple(twice),
         lost=tuple(lost),
     )
-
-
-def _dropped_rows(data: DataPath, config: DataConfig) -> int:
-    """Rows behind the last whole batch, of the split or of every window of time."""
-    size = config.global_batch_size
-    if config.stream_seconds is None:
-        return sum(file.rows for file in read_schema(data).files if file.split == "train") % size
-    return sum(window.rows % size for window in time_windows(data, split="train", seconds=config.stream_seconds))
 
 
 def _are_few_and_whole(rows: Int64, absent: npt.NDArray[np.bool_], most: int) -> bool:

@@ -43,6 +43,7 @@ from gem_pipelines.trainer import Trainer
 from gem_pipelines.windows import (
     ends_epoch,
     epoch_of,
+    epoch_rows,
     evaluate_next_window,
     evaluates_window,
     streaming,
@@ -438,6 +439,7 @@ class Job:
             "kind": "end",
             "step": self.trainer.position.step,
             "whole_epochs": whole_epochs(self.loader, self.config, self.trainer.position.step),
+            **epoch_rows(self.loader, self.config, sum(f.rows for f in self.schema.files if f.split == "train")),
             "resumed_from": resumed_from,
             "seconds": seconds,
             "throughput": self.throughput.summary(),

@@ -57,6 +57,20 @@ def whole_epochs(loader: Loader, config: RunConfig, step: int) -> int:
     return step // sum(-(-count // accumulate) for count in batches)
 
 
+def epoch_rows(loader: Loader, config: RunConfig, rows: int) -> dict[str, int]:
+    """Rows of an epoch, and how many of them data.drop_last leaves out; `rows` has the training split.
+
+    A stream that grew keeps the edges of windows that had begun, so what its run leaves out only its loader knows.
+    """
+    stream = streaming(loader)
+    if stream is None:
+        return {"epoch_rows": rows, "dropped_rows": rows - loader.rows_per_epoch}
+    held = sum(window.rows for window in stream.windows)
+    size = config.data.global_batch_size
+    dropped = sum(window.rows % size for window in stream.windows) if config.data.drop_last else 0
+    return {"epoch_rows": held, "dropped_rows": dropped}
+
+
 def epoch_of(loader: Loader, batch: Batch) -> int:
     """0-based pass over the data that `batch` belongs to."""
     return 0 if streaming(loader) is not None else batch.step // loader.batches_per_epoch
