@@ -9,7 +9,8 @@ which row follows from loads alone, so a resumed run repeats it bit for bit.
 
 Why the fetches match across ranks: each call of next() hands out one batch and asks for one more. All ranks call it in
 step, so all have asked for the same number of exchanges, and `close` can wait for the one that is under way. A rank
-that cannot read says so in the same all-gather; then all ranks raise at that batch.
+that cannot read says so in the same all-gather; then all ranks raise at that batch. A collective that fails, because
+another rank is gone or too late, is an ExchangeError, which nobody else can be told.
 
 What is read ahead belongs to the loader and not to its iterator: the batch that waits is the next one that is handed
 out, by whichever iterator, so breaking out of an epoch loses nothing, and nobody touches the loader inside while the
@@ -23,6 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +37,7 @@ from gem_data.interface import Batch, CostModel, Loader, Schema
 from torch import Tensor
 
 from gem_pipelines.cost import batch_loads
-from gem_pipelines.errors import RemoteError
+from gem_pipelines.errors import ExchangeError, RemoteError
 from gem_pipelines.runtime import Runtime
 
 _ENDED, _READ, _FAILED = 0, 1, 2
@@ -223,16 +225,15 @@ class RowExchange:
 
     def fetch(self, source: Iterator[Batch]) -> Batch | None:
         """The next balanced batch; None at the end of the epoch. Raises on all ranks where one cannot read."""
-        batch, failure = None, None
+        if self._world == 1:
+            return next(source, None)
+        batch, failure, mine_RC = None, None, self._table(None)
         try:
             batch = next(source, None)
+            mine_RC = self._table(batch)
         except Exception as error:  # the other ranks wait in the all-gather, whatever it is
-            failure = error
-        if self._world == 1:
-            if failure is not None:
-                raise failure
-            return batch
-        table_WRC = self._gather(batch, failure)
+            failure, mine_RC[0, 0] = error, _FAILED
+        table_WRC = self._gather(mine_RC)
         states = [int(state) for state in table_WRC[:, 0, 0]]
         if _FAILED in states:
             self._raise_together(failure)
@@ -242,18 +243,35 @@ class RowExchange:
         facts_N2 = np.concatenate([rows[1 : 1 + n].numpy() for rows, n in zip(table_WRC, counts, strict=True)])
         return self._exchange(batch, counts, facts_N2[:, 0], facts_N2[:, 1].astype(np.int64))
 
-    def _gather(self, batch: Batch | None, failure: Exception | None) -> Tensor:
-        """(W, 1 + most rows, 2) float64: [state, rows], then [load, bytes] of every row, of every rank."""
-        mine = torch.zeros(1 + self._most_rows, 2, dtype=torch.float64)
-        mine[0, 0] = _FAILED if failure is not None else _ENDED if batch is None else _READ
+    def _table(self, batch: Batch | None) -> Tensor:
+        """(1 + most rows, 2) float64, what this rank says: [state, rows], then [load, bytes] of every row."""
+        mine_RC = torch.zeros(1 + self._most_rows, 2, dtype=torch.float64)
+        mine_RC[0, 0] = _ENDED if batch is None else _READ
         if batch is not None:
             rows = batch.rows
-            mine[0, 1] = rows
-            mine[1 : 1 + rows, 0] = torch.from_numpy(batch_loads(self._cost, batch))
-            mine[1 : 1 + rows, 1] = torch.from_numpy(row_bytes(self._schema, batch))
+            mine_RC[0, 1] = rows
+            mine_RC[1 : 1 + rows, 0] = torch.from_numpy(batch_loads(self._cost, batch))
+            mine_RC[1 : 1 + rows, 1] = torch.from_numpy(row_bytes(self._schema, batch))
+        return mine_RC
+
+    def _gather(self, mine: Tensor) -> Tensor:
+        """(W, ...): what every rank gives, of one shape."""
         parts = [torch.empty_like(mine) for _ in range(self._world)]
-        dist.all_gather(parts, mine, group=self._group)
+        with self._collective("all-gather"):
+            dist.all_gather(parts, mine, group=self._group)
         return torch.stack(parts)
+
+    @contextmanager
+    def _collective(self, name: str) -> Iterator[None]:
+        """What fails in it is no failed read: it must not be told to the ranks, which may be gone."""
+        try:
+            yield
+        except Exception as error:
+            raise ExchangeError(
+                f"rank {self._rank}: the {name} of the balancer failed: {error}\n"
+                "Where that is of a connection or a time limit, another rank stopped first, and what it reported is "
+                "the cause; or it is only slow: raise train.timeout_s."
+            ) from error
 
     def _exchange(
         self,
@@ -268,18 +286,19 @@ class RowExchange:
         low, high = ends[self._rank], ends[self._rank + 1]
         rows = rows_of_batch(self._schema, batch)
         outgoing = [part[(part >= low) & (part < high)] - low for part in owners]
-        send = torch.cat([pack_rows(self._schema, rows, take) for take in outgoing])
         own = owners[self._rank]
         incoming = [own[(own >= ends[rank]) & (own < ends[rank + 1])] for rank in range(self._world)]
         sizes = [int(bytes_N[take].sum()) for take in incoming]
-        received = torch.empty(sum(sizes), dtype=torch.uint8)
-        dist.all_to_all_single(
-            received,
-            send,
-            output_split_sizes=sizes,
-            input_split_sizes=[int(bytes_N[take + low].sum()) for take in outgoing],
-            group=self._group,
-        )
+        with self._collective("all-to-all"):  # the other ranks are in it: what fails before is as bad
+            send = torch.cat([pack_rows(self._schema, rows, take) for take in outgoing])
+            received = torch.empty(sum(sizes), dtype=torch.uint8)
+            dist.all_to_all_single(
+                received,
+                send,
+                output_split_sizes=sizes,
+                input_split_sizes=[int(bytes_N[take + low].sum()) for take in outgoing],
+                group=self._group,
+            )
         return unpack_rows(
             self._schema,
             list(torch.split(received, sizes)),
@@ -292,12 +311,10 @@ class RowExchange:
         """Every rank raises; those that can read repeat what the others say."""
         text = "" if failure is None else str(failure) or type(failure).__name__
         data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world)]
-        dist.all_gather(sizes, torch.tensor([data.numel()]), group=self._group)
-        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        sizes = self._gather(torch.tensor([data.numel()]))
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: data.numel()] = data
-        texts = [torch.empty_like(padded) for _ in range(self._world)]
-        dist.all_gather(texts, padded, group=self._group)
+        texts = self._gather(padded)
         if failure is not None:
             raise failure
         rank = next(rank for rank, size in enumerate(sizes) if int(size))

@@ -1,5 +1,6 @@
 """The errors a user can cause. All are ValueErrors, so that one `except ValueError` at the top of the command line
-turns them into one clear message and exit code 1; anything else is a fault of ours and keeps its traceback.
+turns them into one clear message and exit code 1; anything else is a fault of ours, or of the machines
+(`ExchangeError`), and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ class RunError(ValueError):
 
 class RemoteError(RunError):
     """This rank stopped because another one reported an error; the message repeats it."""
+
+
+class ExchangeError(RuntimeError):
+    """A collective of the balancer failed: another rank is gone or too late. It cannot be told to the others, who may
+    be gone, so nobody may enter another collective because of it.
+    """
 
 
 def told(error: Exception) -> str:

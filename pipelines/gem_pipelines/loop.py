@@ -26,6 +26,7 @@ from gem_pipelines import checkpoint, evaluate
 from gem_pipelines.checkpoint_format import step_directory
 from gem_pipelines.checkpoint_saver import Saver
 from gem_pipelines.config_codec import to_json
+from gem_pipelines.errors import ExchangeError
 from gem_pipelines.ledger import Ledger
 from gem_pipelines.measure import matmul_peak_flops_per_s, memory_bytes
 from gem_pipelines.outcome import Throughput, best_possible_ne, counting_floors
@@ -232,6 +233,8 @@ class Job:
             return failed
         try:
             return next(steps)
+        except ExchangeError:  # no failed read: there may be nobody left to tell
+            raise
         except Exception as error:  # whatever it is: the other ranks wait for this one
             return error
 
