@@ -16,6 +16,10 @@ What is read ahead belongs to the loader and not to its iterator: the batch that
 out, by whichever iterator, so breaking out of an epoch loses nothing, and nobody touches the loader inside while the
 thread reads from it. Position and state are those of what was handed out and trained, as of any loader.
 
+A read that failed does lose something: ranks that could read have passed a batch that the failed one has not. Rows of
+two global batches must not be mixed, so epoch() is refused from then on, until `load_state_dict` moves all ranks to one
+position; and each rank says the step of its batch beside the loads, and all raise where they differ.
+
 Cost: loads are 16 bytes a row to every rank; rows move once, all but about 1 / W of them.
 """
 
@@ -37,10 +41,13 @@ from gem_data.interface import Batch, CostModel, Loader, Schema
 from torch import Tensor
 
 from gem_pipelines.cost import batch_loads
-from gem_pipelines.errors import ExchangeError, RemoteError
+from gem_pipelines.errors import ExchangeError, RemoteError, RunError, told
 from gem_pipelines.runtime import Runtime
 
 _ENDED, _READ, _FAILED = 0, 1, 2
+_NO_STEP = -1  # of a rank at the end of the epoch
+_SHOWN = 8  # ranks that an error lists
+_FIRST = 2  # line of the first row in what a rank says
 
 
 class BalancedLoader:
@@ -76,6 +83,7 @@ class BalancedLoader:
         self._next: Future[Batch | None] | None = None  # asked for, not handed out; None in it: the end of the epoch
         self._handed: int | None = None  # step of the last batch handed out since the start or the last load
         self._iterator: weakref.ref[_Epoch] | None = None
+        self._failure: str | None = None  # why this rank may be at another step than the others
 
     @property
     def rows_per_epoch(self) -> int:
@@ -88,7 +96,12 @@ class BalancedLoader:
         return self._loader.batches_per_epoch
 
     def epoch(self) -> Iterator[Batch]:
-        """See gem_data.interface.Loader."""
+        """See gem_data.interface.Loader. Raises ValueError after a failed read, until load_state_dict."""
+        if self._failure is not None:
+            raise ValueError(
+                f"epoch: reading failed before ({self._failure}), and ranks may stand at different steps since. Call "
+                "load_state_dict with the same state on all ranks, that of state_dict(), say."
+            )
         self._end_iterator("another epoch() of this loader was started")
         if self._next is not None and self._is_end(self._next):
             self._next = self._source = None
@@ -114,7 +127,7 @@ class BalancedLoader:
         self._settle()
         self._loader.load_state_dict(state)
         self._end_iterator("load_state_dict moved this loader")
-        self._next = self._source = self._handed = None
+        self._next = self._source = self._handed = self._failure = None
 
     def close(self) -> None:
         """See gem_data.interface.Loader. Waits for the exchange that is under way."""
@@ -131,9 +144,11 @@ class BalancedLoader:
         assert waiting is not None
         try:
             batch = waiting.result()
-        except BaseException:
-            if waiting.done():  # else it is this wait that was interrupted
+        except BaseException as error:
+            # Else it is this wait that was interrupted, maybe with the batch there already: it stays the next one.
+            if waiting.done() and waiting.exception() is error:
                 self._next = self._source = None
+                self._failure = told(error)
             raise
         if batch is None:
             self._next = self._source = None
@@ -224,7 +239,11 @@ class RowExchange:
             self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="balance")
 
     def fetch(self, source: Iterator[Batch]) -> Batch | None:
-        """The next balanced batch; None at the end of the epoch. Raises on all ranks where one cannot read."""
+        """The next balanced batch; None at the end of the epoch.
+
+        Raises on all ranks where one cannot read, or reads another step than the others; ExchangeError where a rank is
+        gone or too late.
+        """
         if self._world == 1:
             return next(source, None)
         batch, failure, mine_RC = None, None, self._table(None)
@@ -237,21 +256,25 @@ class RowExchange:
         states = [int(state) for state in table_WRC[:, 0, 0]]
         if _FAILED in states:
             self._raise_together(failure)
+        _check_steps([int(step) for step in table_WRC[:, 1, 0]])
         if batch is None:
             return None
         counts = [int(count) for count in table_WRC[:, 0, 1]]
-        facts_N2 = np.concatenate([rows[1 : 1 + n].numpy() for rows, n in zip(table_WRC, counts, strict=True)])
+        facts_N2 = np.concatenate(
+            [rows[_FIRST : _FIRST + n].numpy() for rows, n in zip(table_WRC, counts, strict=True)]
+        )
         return self._exchange(batch, counts, facts_N2[:, 0], facts_N2[:, 1].astype(np.int64))
 
     def _table(self, batch: Batch | None) -> Tensor:
-        """(1 + most rows, 2) float64, what this rank says: [state, rows], then [load, bytes] of every row."""
-        mine_RC = torch.zeros(1 + self._most_rows, 2, dtype=torch.float64)
+        """(2 + most rows, 2) float64, what a rank says: [state, rows], [step, 0], then [load, bytes] of every row."""
+        mine_RC = torch.zeros(_FIRST + self._most_rows, 2, dtype=torch.float64)
         mine_RC[0, 0] = _ENDED if batch is None else _READ
+        mine_RC[1, 0] = _NO_STEP if batch is None else batch.step
         if batch is not None:
             rows = batch.rows
             mine_RC[0, 1] = rows
-            mine_RC[1 : 1 + rows, 0] = torch.from_numpy(batch_loads(self._cost, batch))
-            mine_RC[1 : 1 + rows, 1] = torch.from_numpy(row_bytes(self._schema, batch))
+            mine_RC[_FIRST : _FIRST + rows, 0] = torch.from_numpy(batch_loads(self._cost, batch))
+            mine_RC[_FIRST : _FIRST + rows, 1] = torch.from_numpy(row_bytes(self._schema, batch))
         return mine_RC
 
     def _gather(self, mine: Tensor) -> Tensor:
@@ -309,7 +332,7 @@ class RowExchange:
 
     def _raise_together(self, failure: Exception | None) -> None:
         """Every rank raises; those that can read repeat what the others say."""
-        text = "" if failure is None else str(failure) or type(failure).__name__
+        text = "" if failure is None else told(failure)
         data = torch.tensor(list(text.encode()), dtype=torch.uint8)
         sizes = self._gather(torch.tensor([data.numel()]))
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
@@ -320,3 +343,18 @@ class RowExchange:
         rank = next(rank for rank, size in enumerate(sizes) if int(size))
         said = bytes(texts[rank][: int(sizes[rank])].tolist()).decode()
         raise RemoteError(f"rank {rank} reported: {said}")
+
+
+def _check_steps(steps: list[int]) -> None:
+    """Raise RunError, on all ranks, unless they read the same step of the data."""
+    if len(set(steps)) == 1:
+        return
+    found = []
+    for step in sorted(set(steps)):
+        ranks = [str(rank) for rank, came in enumerate(steps) if came == step]
+        shown = ", ".join(ranks[:_SHOWN]) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+        found.append(f"{'the end of the epoch' if step == _NO_STEP else f'step {step}'} on rank {shown}")
+    raise RunError(
+        f"balance: expected the same step of the data on all ranks, came {'; '.join(found)}. Call load_state_dict with "
+        "the same state on all of them."
+    )

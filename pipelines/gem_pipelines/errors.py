@@ -34,7 +34,7 @@ class ExchangeError(RuntimeError):
     """
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """What other ranks are told of an error; never empty."""
     return str(error) or type(error).__name__
 
