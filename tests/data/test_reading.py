@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gem_data import loader as loader_module
 from gem_data.api import build_loader
 from gem_data.interface import DataError, LoaderConfig
 from gem_data.shards import Shards
@@ -165,7 +166,8 @@ def load(loader: Any, iterator: Any) -> None:
 
 
 def again(loader: Any, iterator: Any) -> None:
-    loader.epoch()  # dropped at once: ends, too
+    loader.epoch()  # dropped at once: told to end, too
+    loader.close()
 
 
 def to_the_end(loader: Any, iterator: Any) -> None:
@@ -192,12 +194,55 @@ def test_readers_end_where_a_loop_is_left_or_the_loader_dropped(data: dict[str, 
     for _ in loader.epoch():
         assert len(threads()) == 3
         break
-    assert threads() == []
+    wait_for(lambda: threads() == [])
     iterator = loader.epoch()
     next(iterator)
     del loader, iterator
     gc.collect()
-    assert threads() == []
+    wait_for(lambda: threads() == [])
+
+
+@pytest.mark.parametrize("where", ["gem_data.loader", "gem_data.reader_0"])
+def test_an_iterator_in_a_cycle_may_be_collected_in_its_own_threads(
+    data: dict[str, Path], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """As where a consumer keeps an error with its traceback. Whoever allocates next collects it."""
+    dropped, done, calls = threading.Event(), [], Counter[str]()
+    read, take = Shards.read, loader_module.take_batch
+
+    def collect(free: int) -> None:
+        """Behind what the first batch needs."""
+        name = threading.current_thread().name
+        calls[name] += 1
+        if name == where and calls[name] > free and not done and dropped.wait(10):
+            done.append(gc.collect())
+
+    monkeypatch.setattr(Shards, "read", lambda *place: (collect(2), read(*place))[1])
+    monkeypatch.setattr(loader_module, "take_batch", lambda *given, **named: (collect(1), take(*given, **named))[1])
+    config = LoaderConfig(global_batch_size=5, window_groups=2, prefetch=1)
+    loader = build_loader(data["even"], split="train", config=config)
+    cycle: list[Any] = [loader.epoch()]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        next(cycle[0])
+        del cycle
+        dropped.set()
+        wait_for(lambda: bool(done))
+        wait_for(lambda: threads() == [])
+    finally:
+        gc.enable()
+    assert next(loader.epoch()).step == 1
+
+
+def test_on_damage_may_close_the_loader(data: dict[str, Path]) -> None:
+    """It is called in the thread that reads, which cannot wait for itself."""
+    config = LoaderConfig(global_batch_size=9, shuffle=False, prefetch=1)
+    loader = build_loader(data["bad"], split="train", config=config, on_damage=lambda *_: loader.close())
+    iterator = loader.epoch()
+    with pytest.raises(ValueError, match="has ended: this loader was closed"):
+        list(iterator)
+    wait_for(lambda: threads() == [])
 
 
 def test_readers_end_at_the_edge_of_a_streams_window(tmp_path: Path) -> None:
@@ -329,6 +374,45 @@ def test_with_prefetch_0_no_thread_is_started(data: dict[str, Path]) -> None:
     loader = build_loader(data["sound"], split="train", config=LoaderConfig(global_batch_size=4, prefetch=0))
     for _ in loader.epoch():
         assert threads() == []
+
+
+def test_closing_decodes_nothing_more(data: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the other groups of the batch in hand, which may be a window of every shard."""
+    gate = Gate(monkeypatch, free=0)
+    config = LoaderConfig(global_batch_size=10, window_groups=5, logical_shards=2, prefetch=1)
+    loader = build_loader(data["even"], split="train", config=config)
+    iterator = loader.epoch()
+    wait_for(lambda: gate.inside == 1)
+    threading.Timer(0.05, gate.open).start()
+    loader.close()
+    assert threads() == []
+    assert len(gate.begun) == 1
+    with pytest.raises(ValueError, match="this loader was closed"):
+        next(iterator)
+
+
+def test_a_program_that_ends_in_mid_epoch_finishes_the_group_in_hand_alone(data: dict[str, Path]) -> None:
+    program = (
+        "import atexit, threading\n"
+        "begun, ended, leave = [], [], threading.Event()\n"
+        "atexit.register(lambda: print(len(begun), len(ended)))\n"  # called last
+        "import gem_data.loader as module\n"
+        "from gem_data.api import build_loader\n"
+        "from gem_data.interface import LoaderConfig\n"
+        "decode = module._decode\n"
+        "def slow(shards, group):\n"
+        "    begun.append(group)\n"
+        "    if len(begun) > 3:\n"
+        "        leave.set(); threading.Event().wait(0.2)\n"
+        "    rows = decode(shards, group); ended.append(group); return rows\n"
+        "module._decode = slow\n"
+        f"loader = build_loader({str(data['even'])!r}, split='train', "
+        "config=LoaderConfig(global_batch_size=10, window_groups=3, prefetch=1))\n"
+        "iterator = loader.epoch(); next(iterator); leave.wait(10)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "4 4\n"
+    assert "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,7 @@ from gem_data.collate import take_batch
 from gem_data.cost import check_cost, events_cost, loads_of
 from gem_data.interface import Batch, DataError, LoaderConfig, Schema
 from gem_data.lengths import drawn_limits
-from gem_data.prefetch import Prefetch
+from gem_data.prefetch import OwnThread, Prefetch, StopFlag
 from gem_data.reading import GroupReader, Read, planned_batches
 from gem_data.remote import RemotePath
 from gem_data.rows import Int64, Rows
@@ -114,14 +115,16 @@ class ArrowLoader:
         self.rows_per_epoch = self._plan.rows_per_epoch
         self.batches_per_epoch = self._plan.batches_per_epoch
         self._yielded = self._trained = self._plan.start()
-        # Weak: breaking out of a loop drops its iterator, which stops the reading thread.
+        # Weak: breaking out of a loop drops its iterator, which stops the reading thread, but does not wait for it.
         self._open: weakref.ref[_Epoch] | None = None
+        self._thread: OwnThread | None = None
 
     def epoch(self) -> Iterator[Batch]:
         """Batches from the current position to the end of the current epoch. See interface.Loader."""
         self._end_iterator("another epoch() of this loader was started")
         iterator = _Epoch(self, self._yielded)
         self._open = weakref.ref(iterator)
+        self._thread = iterator.thread
         return iterator
 
     def at_end_of_first_epoch(self) -> bool:
@@ -158,7 +161,9 @@ class ArrowLoader:
         iterator = None if self._open is None else self._open()
         if iterator is not None:
             iterator.end(reason)
-        self._open = None
+        elif self._thread is not None:
+            self._thread.join_ended()
+        self._open = self._thread = None
 
 
 class _Epoch:
@@ -167,25 +172,37 @@ class _Epoch:
     def __init__(self, loader: ArrowLoader, start: Cursor) -> None:
         self._loader = loader
         self._ended: str | None = None
-        source = _read(loader, start)
+        stop = StopFlag()
+        source = _read(loader, start, stop)
         depth = loader.config.prefetch
-        self._source = Prefetch(source, depth=depth, name="gem_data.loader") if depth else source
+        self._source: Prefetch[tuple[Batch, Cursor]] | Generator[tuple[Batch, Cursor], None, None] = source
+        self.thread: OwnThread | None = None
+        if depth:
+            self._source = Prefetch(source, depth=depth, name="gem_data.loader", stop=stop)
+            self.thread = self._source.thread
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._ended is not None:
-            raise ValueError(f"this iterator over an epoch has ended: {self._ended}. Call epoch() again.")
+        self._check_open()
         try:
             batch, self._loader._yielded = next(self._source)
         except StopIteration:
+            self._check_open()  # on_damage may close the loader, in the thread that reads
+            raise
+        except CancelledError:
+            self._check_open()
             raise
         except BaseException as error:
             # Otherwise a consumer that swallows the error would take the next StopIteration for the epoch's end.
             self._ended = f"reading failed: {error}"
             raise
         return batch
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise ValueError(f"this iterator over an epoch has ended: {self._ended}. Call epoch() again.") from None
 
     def end(self, reason: str) -> None:
         """Stop reading ahead; a later next() says why."""
@@ -212,14 +229,14 @@ def warn_of_small_windows(loader: ArrowLoader) -> None:
         )
 
 
-def _read(loader: ArrowLoader, cursor: Cursor) -> Generator[tuple[Batch, Cursor], None, None]:
-    """This rank's batches from `cursor` to the end of its epoch, each with the position after it."""
+def _read(loader: ArrowLoader, cursor: Cursor, stop: StopFlag) -> Generator[tuple[Batch, Cursor], None, None]:
+    """This rank's batches from `cursor` to the end of its epoch, each with the position after it; until `stop`."""
     shards, config, epoch = loader._shards, loader.config, loader._plan.epoch(cursor.epoch)
     planned = planned_batches(loader._plan, cursor, rank=loader._rank, world_size=loader._world_size)
     readers = config.readers if config.prefetch else 0
     groups = config.window_groups if config.shuffle else 1
     reader = GroupReader(
-        planned, epoch, partial(_decode, shards), readers=readers, windows=max(1, -(-readers // groups))
+        planned, epoch, partial(_decode, shards), readers=readers, windows=max(1, -(-readers // groups)), stop=stop
     )
     with contextlib.closing(reader):
         windows = _Windows(shards, epoch, config, cursor.epoch, reader, loader._on_damage)

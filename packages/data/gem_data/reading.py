@@ -25,11 +25,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 
 from gem_data.batching import Cursor, EpochPlan, Group, Piece, Plan
+from gem_data.prefetch import OwnThread, StopFlag
 from gem_data.rows import Rows
 
 THREAD_NAME = "gem_data.reader"
@@ -66,12 +68,28 @@ class GroupReader:
     """Iterates over `batches`; `take` hands out the windows that their pieces name, in the order of the pieces."""
 
     def __init__(
-        self, batches: Iterator[Planned], epoch: EpochPlan, read: Callable[[Group], Rows], *, readers: int, windows: int
+        self,
+        batches: Iterator[Planned],
+        epoch: EpochPlan,
+        read: Callable[[Group], Rows],
+        *,
+        readers: int,
+        windows: int,
+        stop: StopFlag,
     ) -> None:
-        """readers: threads; 0 = `read` is called where a group's rows are asked for. windows: most ahead of a shard."""
-        self._batches, self._epoch, self._read, self._windows = batches, epoch, read, windows
-        # Workers start when first needed, and hold no reference to self.
-        self._pool = ThreadPoolExecutor(readers, thread_name_prefix=THREAD_NAME) if readers else None
+        """readers: threads; 0 = `read` is called where a group's rows are asked for. windows: most ahead of a shard.
+
+        stop: once raised, no group is begun any more, and who asks for its rows gets a CancelledError.
+        """
+        self._batches, self._epoch, self._windows, self._stop = batches, epoch, windows, stop
+        self._read = partial(_read_unless_stopped, read, stop)
+        # Threads start when first needed, and hold no reference to self. They are daemons, which end with the thread
+        # that calls close(): those of concurrent.futures decode all that is queued before an interpreter is left.
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._threads = [
+            OwnThread(target=_work, args=(self._tasks, self._read), name=f"{THREAD_NAME}_{number}", daemon=True)
+            for number in range(readers)
+        ]
         self._planned: deque[Planned] = deque()
         self._last: dict[int, int] = {}  # shard -> window that was asked for last
         self._due: deque[tuple[int, int]] = deque()  # (shard, window) in order, not yet given to the threads
@@ -82,7 +100,7 @@ class GroupReader:
         return self
 
     def __next__(self) -> Planned:
-        if self._pool is None:
+        if not self._threads:
             return next(self._batches)
         self._walk()
         if not self._planned:
@@ -91,7 +109,7 @@ class GroupReader:
 
     def take(self, shard: int, window: int) -> Sequence[Read]:
         """The groups of the window, in reading order. Takes what the pieces name, once each and in their order."""
-        if self._pool is None:
+        if not self._threads:
             return [partial(self._read, group) for group in self._epoch.window_groups(shard, window)]
         first_shard, first_window, futures = self._ahead.popleft()
         assert (first_shard, first_window) == (shard, window), "windows were taken in another order than planned"
@@ -101,8 +119,12 @@ class GroupReader:
 
     def close(self) -> None:
         """Forget what no thread has begun, and wait for the threads. Idempotent."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._stop.raised = True
+        started = [thread for thread in self._threads if thread.ident is not None]
+        for _ in started:
+            self._tasks.put(None)
+        for thread in started:
+            thread.join()
         self._planned.clear()
         self._due.clear()
         self._ahead.clear()
@@ -124,9 +146,37 @@ class GroupReader:
 
     def _submit(self) -> None:
         """Give windows to the threads in order, as long as no shard has more than its number ahead."""
-        assert self._pool is not None
         while self._due and self._held[self._due[0][0]] < self._windows:
             shard, window = self._due.popleft()
             groups = self._epoch.window_groups(shard, window)
-            self._ahead.append((shard, window, [self._pool.submit(self._read, group) for group in groups]))
+            tasks = [_Task(group) for group in groups]
+            self._ahead.append((shard, window, [task.rows for task in tasks]))
             self._held[shard] += 1
+            for task in tasks:
+                self._tasks.put(task)
+            for thread in self._threads:
+                if thread.ident is None:
+                    thread.start()
+
+
+class _Task:
+    """A group to be read, and its rows once they are."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.rows: Future[Rows] = Future()
+
+
+def _read_unless_stopped(read: Callable[[Group], Rows], stop: StopFlag, group: Group) -> Rows:
+    if stop.raised:
+        raise CancelledError
+    return read(group)
+
+
+def _work(tasks: SimpleQueue[_Task | None], read: Callable[[Group], Rows]) -> None:
+    while (task := tasks.get()) is not None:
+        try:
+            task.rows.set_result(read(task.group))
+        except BaseException as error:
+            task.rows.set_exception(error)
+        task = None  # rows that were taken are not held until the next group comes
