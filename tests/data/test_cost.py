@@ -17,11 +17,11 @@ from gem_data.cost import (
     events_cost,
     fit_cost,
     fit_error,
-    nnls,
     row_costs,
     term_counts,
 )
 from gem_data.interface import CostModel, CostTerm
+from gem_data.least_squares import nnls
 from gem_data.reference_balance import reference_pairs
 from gem_data.testing import tiny_schema
 from hypothesis import given, settings
