@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -233,6 +234,25 @@ def test_an_iterator_in_a_cycle_may_be_collected_in_its_own_threads(
     finally:
         gc.enable()
     assert next(loader.epoch()).step == 1
+
+
+@pytest.mark.parametrize("reading", [{"prefetch": 0}, {"prefetch": 1}])
+def test_a_window_is_let_go_before_the_next_one_is_joined(
+    data: dict[str, Path], monkeypatch: pytest.MonkeyPatch, reading: dict[str, int]
+) -> None:
+    join, made, held = loader_module.join, [], []
+
+    def watched(*given: Any) -> Any:
+        held.append(sum(window() is not None for window in made))
+        window = join(*given)
+        made.append(weakref.ref(window))
+        return window
+
+    monkeypatch.setattr(loader_module, "join", watched)
+    config = LoaderConfig(global_batch_size=10, window_groups=2, **reading)  # two batches a window
+    loader = build_loader(data["even"], split="train", config=config)
+    assert sum(len(batch.sample_ids) for batch in loader.epoch()) == 100
+    assert held == [0] * 5
 
 
 def test_on_damage_may_close_the_loader(data: dict[str, Path]) -> None:

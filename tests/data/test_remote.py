@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
+import signal
 import sys
+import types
 
 import fsspec
 import fsspec.implementations.memory
@@ -13,9 +16,11 @@ import pytest
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from gem_data import isolated, shards
 from gem_data import remote as remote_module
+from gem_data import verify as verify_module
 from gem_data.api import build_loader, data_path, inspect_dataset, read_schema, verify_dataset, write_dataset
 from gem_data.blocks import chunks_of
 from gem_data.interface import DataError, LoaderConfig
+from gem_data.loader import ArrowLoader
 from gem_data.remote import ReadError, RemotePath
 from gem_data.schema import schema_to_dict
 from gem_data.shards import Shards
@@ -265,7 +270,7 @@ def test_sizes_that_cannot_be_had_are_no_damage(remote, monkeypatch, waits) -> N
     assert len(list(loader.epoch())) == 7
     assert waits == [0.5]
     faults += [HttpError("429")] * 4
-    with pytest.raises(ReadError, match=r"row group \d+: cannot be read from .*HttpError: 429 \(4 attempts\)"):
+    with pytest.raises(ReadError, match=r"row group \d+: cannot be read from .*HttpError: 429 \(4 attempts, 0 s\)"):
         list(loader.epoch())
     faults += [HttpError("429")]
     assert (data_path(URL) / "schema.json").is_file()  # a store that is busy is no store without the file
@@ -278,6 +283,27 @@ def test_sizes_that_cannot_be_had_are_no_damage(remote, monkeypatch, waits) -> N
     with pytest.raises(ReadError, match="PermissionError: no key"):  # which no attempt will change
         (data_path(URL) / "schema.json").stat()
     assert waits == []
+
+
+@pytest.mark.parametrize(
+    ("took_s", "begun_at"),
+    [(0.0, [0.0, 0.5, 2.5, 7.5]), (2.0, [0.0, 2.5, 6.5, 13.5]), (4.0, [0.0, 4.5, 10.5]), (60.0, [0.0])],
+)
+def test_no_attempt_begins_later_than_15_s_after_the_first(monkeypatch, took_s, begun_at) -> None:
+    """Libraries of stores try for minutes themselves; four times that would outlive a job's watchdog."""
+    now, begun = [0.0], []
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=lambda wait: now.__setitem__(0, now[0] + wait))
+    monkeypatch.setattr(remote_module, "time", clock)
+
+    def action() -> None:
+        begun.append(now[0])
+        now[0] += took_s
+        raise TimeoutError("no answer")
+
+    count = f"{len(begun_at)} attempt{'s' if len(begun_at) > 1 else ''}"
+    with pytest.raises(ReadError, match=rf"here: TimeoutError: no answer \({count}, \d+ s\)"):
+        remote_module._patiently("here", action)
+    assert begun == begun_at
 
 
 @pytest.mark.parametrize("hashed", [True, False])
@@ -297,6 +323,37 @@ def test_a_disk_that_fails_is_no_damage(local, monkeypatch, hashed) -> None:
         monkeypatch.setattr(isolated.json, "loads", lambda line: {"error": "x", "kind": "OSError", "errno": errno.EIO})
     with pytest.raises(ReadError, match=r"train-0000\d\.parquet, row group \d+: cannot be read from .*\[Errno 5\]"):
         list(loader.epoch())
+    assert not heard
+
+
+@pytest.mark.parametrize("first", ["hangs", "crashes"])
+def test_a_disk_that_hangs_is_no_damage(local, monkeypatch, first) -> None:
+    """The other process does not answer: also where it crashed first, and columns are asked for one by one."""
+    schema = read_schema(local)
+    bare = tuple(dataclasses.replace(f, blocks_xxh3=()) for f in schema.files)
+    (local / "schema.json").write_text(json.dumps(schema_to_dict(dataclasses.replace(schema, files=bare))))
+    reader, heard, asked = isolated.ReaderProcess(), [], []
+    config = dataclasses.replace(CONFIG, prefetch=0)
+    split = Shards(local, read_schema(local), "train", reader=reader)
+    loader = ArrowLoader(
+        local, split="train", config=config, on_damage=lambda *found: heard.append(found), shards=split
+    )
+    ask, reader._limit_s = reader._line, 0.2
+
+    def stopped(process):
+        asked.append(process.pid)
+        if first == "crashes" and len(asked) == 1:
+            os.kill(process.pid, signal.SIGKILL)
+        elif len(asked) <= 2:
+            os.kill(process.pid, signal.SIGSTOP)
+        return ask(process)
+
+    monkeypatch.setattr(reader, "_line", stopped)
+    try:
+        with pytest.raises(ReadError, match=r"train-0000\d\.parquet, row group \d+: .* no answer within 0\.2 s"):
+            list(loader.epoch())
+    finally:
+        reader.close()
     assert not heard
 
 
@@ -328,7 +385,22 @@ def test_verify_lists_what_it_cannot_read(remote, monkeypatch, waits) -> None:
     report = verify_dataset(URL)
     assert [problem.file for problem in report.problems] == ["train-00001.parquet"]
     assert "train-00001.parquet: cannot be read from memory://" in str(report.problems[0])
-    assert report.rows["eval"] == 30
+    left = len(read_schema(URL).files) - 2
+    assert f"The rest of the file, and {left} other files, were not looked at." in str(report.problems[0])
+    assert not report.ok
+    assert 0 < report.rows["train"] < 100
+    assert waits == []
+
+
+def test_verify_waits_once_for_a_store_that_does_not_answer(remote, monkeypatch, waits) -> None:
+    """Not once more at every file."""
+    schema = read_schema(URL)
+    with_faults(monkeypatch, remote, [TimeoutError("no answer")] * 99)
+    monkeypatch.setattr(verify_module, "read_schema", lambda _: schema)
+    report = verify_dataset(URL)
+    assert waits == [0.5, 2.0, 5.0]
+    assert len(report.problems) == 1
+    assert f"{len(schema.files) - 1} other files, were not looked at" in str(report)
 
 
 class StoreFile(AbstractBufferedFile):

@@ -4,7 +4,8 @@ pyarrow answers damage with an error almost always, but it is C++ that trusts le
 it write out of bounds. Files whose hashes are in schema.json are compared before they are decoded (blocks.py) and
 need no second process. All others (written by other programs) are decoded by this one child: it may crash, hang, or ask
 for more memory than it is allowed, and what comes of it here is a ValueError with the reason, after which a new child
-serves the next request.
+serves the next request. Where no answer comes it is a ReadError: a disk or a mount that hangs looks the same, and rows
+are left out of training for damage alone.
 
 Arrow columns come back through memory shared by both (memfd), are copied out of it and fully validated, so that a child
 gone astray cannot hand over offsets that point outside their values.
@@ -32,12 +33,18 @@ from typing import Any
 
 import pyarrow as pa
 
+from gem_data.remote import ReadError
+
 ANSWER_LIMIT_S = 60.0
 MEMORY_LIMIT_BYTES = 8 << 30
 
 
 class ReaderDiedError(ValueError):
-    """The reading process crashed, hung or ran out of memory on this request."""
+    """The reading process crashed or ran out of memory on this request."""
+
+
+class _NoAnswerError(Exception):
+    """None came within the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +100,10 @@ class ReaderProcess:
                 process.stdin.write((json.dumps(request) + "\n").encode())
                 process.stdin.flush()
                 line = self._line(process)
-            except (BrokenPipeError, ReaderDiedError):
+            except (BrokenPipeError, _NoAnswerError):
                 line = b""
             if not line.endswith(b"\n"):
-                raise ReaderDiedError(self._autopsy(process))
+                raise self._autopsy(process)
             answer = json.loads(line)
             if "error" in answer:
                 text = f"{answer['kind']}: {answer['error']}"
@@ -108,13 +115,13 @@ class ReaderProcess:
         return answer, table
 
     def _line(self, process: subprocess.Popen[bytes]) -> bytes:
-        """The answer; ReaderDiedError when none came within the limit."""
+        """The answer; _NoAnswerError when none came within the limit."""
         assert process.stdout is not None
         line, deadline = b"", time.monotonic() + self._limit_s
         while not line.endswith(b"\n"):
             ready, _, _ = select.select([process.stdout], [], [], max(deadline - time.monotonic(), 0))
             if not ready:
-                raise ReaderDiedError
+                raise _NoAnswerError
             piece = os.read(process.stdout.fileno(), 65536)
             if not piece:
                 break
@@ -137,7 +144,7 @@ class ReaderProcess:
         self._finish = weakref.finalize(self, _end, self._process, self._memory)
         self.started += 1
 
-    def _autopsy(self, process: subprocess.Popen[bytes]) -> str:
+    def _autopsy(self, process: subprocess.Popen[bytes]) -> ReaderDiedError | ReadError:
         """How the child ended; it is gone afterwards."""
         try:
             status: int | None = process.wait(timeout=0.5)
@@ -145,9 +152,12 @@ class ReaderProcess:
             status = None
         self._stop()
         if status is None:
-            return f"the reading process gave no answer within {self._limit_s:g} s and was ended"
+            return ReadError(
+                f"the reading process gave no answer within {self._limit_s:g} s and was ended: a disk or mount that "
+                "hangs, or a file that hangs the decoder"
+            )
         how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
-        return f"the reading process died ({how})"
+        return ReaderDiedError(f"the reading process died ({how})")
 
     def _stop(self) -> None:
         if self._finish is not None:

@@ -248,6 +248,7 @@ def _read(loader: ArrowLoader, cursor: Cursor, stop: StopFlag) -> Generator[tupl
                 if window.rows is not None:
                     held.append(window.rows)
                     takes.append(take[take >= 0])
+                del window, take  # or it would be held while the next one is joined
             yield (
                 take_batch(shards.schema, held, takes, global_rows=batch.global_rows, step=batch.step),
                 batch.after,

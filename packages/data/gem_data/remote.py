@@ -10,7 +10,9 @@ block cache stands between, unless the URL asks for one (blockcache::): a row gr
 
 A store that does not answer says nothing of what is in the data. So every access is tried again after WAITS_S, whatever
 a library of a protocol raises (many have errors that are no OSError), and then ends in a ReadError, which is no
-DataError: rows are left out of training for damage, never for a network.
+DataError: rows are left out of training for damage, never for a network. No attempt begins later than LAST_ATTEMPT_S
+after the first: libraries try again and wait on their own, and several times that would outlive the job's watchdog,
+which tells nothing of the store.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ Answer = TypeVar("Answer")
 
 WAITS_S = (0.5, 2.0, 5.0)
 """Between one attempt and the next; after the last of them there is one more."""
+
+LAST_ATTEMPT_S = 15.0
+"""No attempt begins later than this after the first. One that began takes as long as its library lets it."""
 
 # Facts about the data, and mistakes in the program: no attempt will change them.
 _FACTS = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
@@ -72,15 +77,17 @@ def _patiently(place: object, action: Callable[[], Answer]) -> Answer:
 
     place: for the message
     """
-    for wait in (*WAITS_S, None):
+    began = time.monotonic()
+    for attempt, wait in enumerate((*WAITS_S, None), start=1):
         try:
             return action()
         except (*_FACTS, *_OURS):
             raise
         except Exception as error:
+            took_s = time.monotonic() - began
             lasting = isinstance(error, PermissionError)
-            if wait is None or lasting:
-                count = "" if lasting else f" ({len(WAITS_S) + 1} attempts)"
+            if wait is None or lasting or took_s + wait > LAST_ATTEMPT_S:
+                count = "" if lasting else f" ({attempt} attempt{'s' * (attempt > 1)}, {took_s:.0f} s)"
                 raise ReadError(f"{place}: {type(error).__name__}: {error}{count}") from error
             time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")

@@ -258,12 +258,14 @@ class Shards:
         )
 
     def _broken_column(self, footer: Footer, row_group: int, where: Where, error: Exception) -> DataError:
-        """Which column is damaged, found out in the other process, where a crash is an answer too."""
+        """Which column is damaged, found out in the other process, where a crash is an answer too. Raises ReadError."""
         broken, reason, path = None, error, self.directory / footer.info.path
         for name in () if isinstance(path, RemotePath) else self._columns:  # the other process reads local files
             try:
                 self._reader.group(path, row_group, [name])
             except _READ_ERRORS as single:
+                if is_unread(single):
+                    raise self._unread(single, where) from single
                 broken, reason = name, single
                 break
         return where.error(

@@ -122,13 +122,20 @@ def _all_problems(
 ) -> Iterator[DataError]:
     if not schema.files:
         yield DataError(f"{SCHEMA_FILE}: files: expected at least one file, came none. Prepare it again.")
-    for info in schema.files:
+    for number, info in enumerate(schema.files, start=1):
         try:
             yield from _file_problems(directory, schema, info, totals, warnings)
         except OSError as error:
             place = getattr(error, "row_group", None)
             told = str(error) if isinstance(error, ReadError) and error.file else f"{info.path}: {error}"
-            yield DataError(f"{told} The rest of the file was not looked at.", file=info.path, row_group=place)
+            rest = "The rest of the file was not looked at."
+            ends = isinstance(error, ReadError) and isinstance(directory, RemotePath)
+            if ends and number < len(schema.files):
+                # A store that does not answer would be waited for once more at every file.
+                rest = f"The rest of the file, and {len(schema.files) - number} other files, were not looked at."
+            yield DataError(f"{told} {rest}", file=info.path, row_group=place)
+            if ends:
+                break
     yield from _repeated_samples(totals)
     if "train" in totals.spans and "eval" in totals.spans:
         latest, earliest = totals.spans["train"][1], totals.spans["eval"][0]
