@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from gem_data.remote import RemotePath
+from gem_data.remote import Positioned, RemotePath
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 8
@@ -103,7 +103,7 @@ def block_hashes(path: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-class Block:
+class Block(Positioned):
     """The bytes of some columns, in memory, as a file that pyarrow reads; there is nothing outside of them.
 
     Columns that touch are read in one piece; what lies between others is not read.
@@ -152,22 +152,8 @@ class Block:
             raise OSError(f"byte {position} lies outside the columns that were read")
         return self._pieces[number][position - self._starts[number] :]
 
-    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = base + position
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
     def size(self) -> int:
         return self._size
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def writable(self) -> bool:
         return False

@@ -93,7 +93,28 @@ def _patiently(place: object, action: Callable[[], Answer]) -> Answer:
     raise AssertionError("the last attempt returns or raises")
 
 
-class _PatientFile(io.RawIOBase):
+class Positioned:
+    """What files for reading have in common: a place in so many bytes."""
+
+    _size: int
+    _position: int
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = base + position
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+
+class _PatientFile(Positioned, io.RawIOBase):
     """A file for reading, which is opened again where a read fails, or gives less than there is."""
 
     def __init__(self, place: object, reopen: Callable[[], Any]) -> None:
@@ -129,20 +150,6 @@ class _PatientFile(io.RawIOBase):
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
-
-    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = base + position
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def close(self) -> None:
         file, self._file = self._file, None
