@@ -1,10 +1,16 @@
-"""What every test file may rely on: no process group is left over from the file before."""
+"""What every test file may rely on: options of the procedures, ranks as processes, and no process group left over from
+the file before.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +45,42 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
     print(f"seed {seed}   (repeat with --seed {seed})")
     request.node.user_properties.append(("seed", seed))
     return random.Random(f"{seed} {request.node.name}")
+
+
+RUN_RANK = Path(__file__).with_name("run_rank.py")
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    """run_ranks(worker, world_size, *arguments, timeout_s=240, env=None): the ranks of a test, see run_rank.py.
+
+    AssertionError with what each rank wrote on standard error where one fails; the others are then given five seconds.
+    """
+
+    def run(worker: Path, world_size: int, *arguments: str, timeout_s: float = 240, env: dict | None = None) -> None:
+        folder = tmp_path_factory.mktemp("ranks")
+        command = [sys.executable, str(RUN_RANK), str(worker)]
+        ranks = []
+        for rank in range(world_size):
+            numbers = (str(rank), str(world_size), str(folder / "store"))
+            with open(folder / f"rank-{rank}.txt", "w") as errors:
+                ranks.append(subprocess.Popen([*command, *numbers, *arguments], stderr=errors, env=env or os.environ))
+        deadline = time.monotonic() + timeout_s
+        try:
+            while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
+                if any(process.returncode for process in ranks):
+                    deadline = min(deadline, time.monotonic() + 5)
+                time.sleep(0.05)
+        finally:
+            codes = [process.poll() for process in ranks]  # None: stopped here
+            for process in ranks:
+                process.kill()
+                process.wait()
+        said = [f"rank {rank}, exit code {code}:\n" for rank, code in enumerate(codes)]
+        texts = [(folder / f"rank-{rank}.txt").read_text()[-3000:] for rank in range(world_size)]
+        assert codes == [0] * world_size, "\n".join(a + b for a, b in zip(said, texts, strict=True))
+
+    return run
 
 
 @pytest.fixture(autouse=True, scope="module")

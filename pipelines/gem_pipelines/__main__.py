@@ -1,8 +1,6 @@
 """`python -m gem_pipelines` and `torchrun -m gem_pipelines`: the same program as `gemline`."""
 
-import sys
-
-from gem_pipelines.cli import main
+from gem_pipelines.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -1,8 +1,7 @@
-"""One GPU of test_gpu.py: python gpu_worker.py RANK WORLD_SIZE PORT"""
+"""One GPU of test_gpu.py; started by run_rank.py."""
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 
 import torch
@@ -13,12 +12,12 @@ from gem_comm.testing import Quirks, check_rank
 from gem_comm.torch_collectives import TorchCollectives
 
 
-def main(rank: int, world_size: int, port: int) -> None:
+def main(rank: int, world_size: int, init_method: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl",
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=init_method,
         rank=rank,
         world_size=world_size,
         device_id=device,
@@ -42,7 +41,3 @@ def main(rank: int, world_size: int, port: int) -> None:
             assert torch.equal(found, expected.expand_as(found)), (power, shift)
     torch.cuda.synchronize()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch
+from gem_pipelines.leaving import leave
 from gem_pipelines.runtime import start_runtime
 
 
@@ -38,3 +39,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

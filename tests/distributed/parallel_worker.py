@@ -23,6 +23,7 @@ from gem_pipelines.checkpoint_format import step_directory
 from gem_pipelines.config import ParallelConfig
 from gem_pipelines.evaluate import predict
 from gem_pipelines.job import build
+from gem_pipelines.leaving import leave
 from gem_pipelines.model.config import InteractionConfig
 from gem_pipelines.recipes.debug import debug
 from gem_pipelines.rundir import RunDirectory
@@ -122,3 +123,4 @@ def main(rank: int, world_size: int, port: int, plan_file: str) -> None:
 
 if __name__ == "__main__":
     main(*map(int, sys.argv[1:4]), sys.argv[4])
+    leave(0)

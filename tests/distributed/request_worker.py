@@ -14,6 +14,7 @@ import torch
 from gem_data.api import expand_batch
 from gem_pipelines.config import BalanceConfig, ParallelConfig
 from gem_pipelines.job import build
+from gem_pipelines.leaving import leave
 from gem_pipelines.recipes.debug import debug
 from gem_pipelines.rundir import RunDirectory
 from gem_pipelines.runtime import Runtime, start_runtime
@@ -83,3 +84,4 @@ def main(requests: str, samples: str, out: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave(0)

@@ -1,8 +1,6 @@
-"""One rank of the tests of copies: python copies_worker.py RANK WORLD_SIZE PORT. A failure is a traceback."""
+"""One rank of the tests of copies; started by run_rank.py. A failure is a traceback."""
 
 from __future__ import annotations
-
-import sys
 
 import pytest
 import torch
@@ -181,9 +179,9 @@ def one_forward_one_backward(copies: int, rank: int) -> None:
         first.backward()
 
 
-def main(rank: int, world_size: int, port: int) -> None:
+def main(rank: int, world_size: int, init_method: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
     shard = world_size // 2
     exact(shard, 2, rank)
     averaged(shard, 2, rank)
@@ -198,7 +196,3 @@ def main(rank: int, world_size: int, port: int) -> None:
         averaged(1, 4, rank)
         rows_of_one_copy(4, rank)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

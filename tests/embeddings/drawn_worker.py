@@ -1,10 +1,9 @@
-"""One rank of test_drawn.py: python drawn_worker.py RANK WORLD_SIZE PORT FILE. A failure is a traceback."""
+"""One rank of test_drawn.py, with a file of cases; started by run_rank.py. A failure is a traceback."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -98,10 +97,10 @@ def check(case: dict, exchanges: dict, rank: int, world_size: int) -> None:
             assert error <= allowed, f"{name} {key}: error {error:.3g} against float64, allowed {allowed:.3g}"
 
 
-def main(rank: int, world_size: int, port: int, file: str) -> None:
+def main(rank: int, world_size: int, init_method: str, file: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)  # what torchrun would say
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
     exchanges = make_exchanges(world_size)
     for number, case in enumerate(json.loads(Path(file).read_text())):
         try:
@@ -109,7 +108,3 @@ def main(rank: int, world_size: int, port: int, file: str) -> None:
         except Exception as problem:
             raise AssertionError(f"case {number}: {case}") from problem
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), sys.argv[4])

@@ -1,10 +1,9 @@
-"""One rank of test_kinds.py: python kinds_worker.py RANK WORLD_SIZE PORT RANKS_PER_HOST. A failure is a traceback."""
+"""One rank of test_kinds.py, with the number of ranks per host; started by run_rank.py. A failure is a traceback."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 
 import pytest
 import torch
@@ -146,10 +145,10 @@ def managed(groups, rank: int, world_size: int) -> None:
             close_tables(again.table_state(), single.table_state())
 
 
-def main(rank: int, world_size: int, port: int, host: int) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(host)  # what torchrun would say
+def main(rank: int, world_size: int, init_method: str, host: str) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = host  # what torchrun would say
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
     grid = torch.arange(world_size).view(2, world_size // 2)
     mine = {}
     for kind, rows in (("copy", grid), ("exchange", grid.t())):
@@ -162,7 +161,3 @@ def main(rank: int, world_size: int, port: int, host: int) -> None:
     kinds_in_copies(groups, rank, world_size)
     managed(groups, rank, world_size)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

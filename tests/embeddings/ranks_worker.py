@@ -1,8 +1,6 @@
-"""One rank of the test of several processes: python ranks_worker.py RANK WORLD_SIZE PORT."""
+"""One rank of the test of several processes; started by run_rank.py."""
 
 from __future__ import annotations
-
-import sys
 
 import torch
 import torch.distributed as dist
@@ -11,9 +9,9 @@ from gem_embeddings.api import build_tables
 from gem_embeddings.testing import SPECS, Quirks
 
 
-def main(rank: int, world_size: int, port: int) -> None:
+def main(rank: int, world_size: int, init_method: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
     row_wise = {spec.name: "row_wise" for spec in SPECS}
     for impl, sharding in (("reference", None), ("torchrec", None), ("torchrec", row_wise)):
 
@@ -23,7 +21,3 @@ def main(rank: int, world_size: int, port: int) -> None:
         testing.check_ranks(factory, Quirks(), rank, world_size)
         testing.check_start_values(factory, Quirks())
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

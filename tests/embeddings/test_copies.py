@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,24 +17,9 @@ from gem_embeddings.sliced import Slices
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks(world_size):
+def test_ranks(run_ranks, world_size):
     """Everything in copies_worker.py, on 1 x 2 copies, or 2 x 2 and 1 x 4."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    worker = Path(__file__).with_name("copies_worker.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(world_size), str(port)], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        errors = [process.communicate(timeout=400)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0] * world_size, "\n".join(errors)
+    run_ranks(Path(__file__).with_name("copies_worker.py"), world_size, timeout_s=400)
 
 
 class Played:

@@ -7,9 +7,6 @@ in float32. All ranks must run the same cases, so they are drawn here, before th
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -86,7 +83,7 @@ def drawn(count: int) -> list[dict]:
         pytest.param(8, 25, marks=pytest.mark.slow),
     ],
 )
-def test_drawn_tables(tmp_path, world_size, count):
+def test_drawn_tables(run_ranks, tmp_path, world_size, count):
     found = drawn(count)
     features = [[f for table in case["tables"] for f in table["features"]] for case in found]
     assert any(len(set(own)) < len(own) for own in features), "no shared feature was drawn"
@@ -95,24 +92,7 @@ def test_drawn_tables(tmp_path, world_size, count):
     assert any(case["copies"] > 1 and case["sliced"] for case in found)
     file = tmp_path / "cases.json"
     file.write_text(json.dumps(found))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    worker = Path(__file__).with_name("drawn_worker.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(world_size), str(port), str(file)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        errors = [process.communicate(timeout=400)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0] * world_size, "\n".join(errors)[-6000:]
+    run_ranks(Path(__file__).with_name("drawn_worker.py"), world_size, str(file), timeout_s=400)
 
 
 def two_tables(**changes):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -24,26 +21,9 @@ from gem_embeddings.testing import SPECS, Quirks
     ("world_size", "host"),
     [(2, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
 )
-def test_ranks(world_size, host):
+def test_ranks(run_ranks, world_size, host):
     """Everything in kinds_worker.py; host: how many ranks count as one machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    worker = Path(__file__).with_name("kinds_worker.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(world_size), str(port), str(host)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0] * world_size, "\n".join(errors)[-6000:]
+    run_ranks(Path(__file__).with_name("kinds_worker.py"), world_size, str(host), timeout_s=300)
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -65,21 +62,8 @@ def test_world_of_one_is_the_ranks_check(one_process):
 
 
 @pytest.mark.distributed
-def test_two_ranks_train_as_one():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    worker = Path(__file__).with_name("ranks_worker.py")
-    ranks = [
-        subprocess.Popen([sys.executable, str(worker), str(rank), "2", str(port)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
+def test_two_ranks_train_as_one(run_ranks):
+    run_ranks(Path(__file__).with_name("ranks_worker.py"), 2, timeout_s=120)
 
 
 @pytest.mark.parametrize(

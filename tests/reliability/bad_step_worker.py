@@ -21,6 +21,7 @@ from gem_pipelines import trainer as trainer_module
 from gem_pipelines.checkpoint import capture
 from gem_pipelines.config import ParallelConfig
 from gem_pipelines.job import build
+from gem_pipelines.leaving import leave
 from gem_pipelines.recipes.debug import debug
 from gem_pipelines.rundir import RunDirectory
 from gem_pipelines.runtime import Runtime, start_runtime
@@ -118,3 +119,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from gem_pipelines.config import ParallelConfig
 from gem_pipelines.job import build
+from gem_pipelines.leaving import leave
 from gem_pipelines.recipes.debug import debug
 from gem_pipelines.replica_check import ReplicaError, copied_tensors
 from gem_pipelines.rundir import RunDirectory
@@ -75,3 +76,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

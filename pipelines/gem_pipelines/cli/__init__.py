@@ -13,9 +13,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from gem_pipelines.contract import check_versions, installed_versions
 from gem_pipelines.errors import ConfigError, did_you_mean
+from gem_pipelines.leaving import leave
 
 COMMANDS = {
     "train": "train a model, or go on with a run (--resume)",
@@ -59,6 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         print("gemline: this is a fault of the program, please report it with the lines above", file=sys.stderr)
         return EXIT_FAULT
+
+
+def program() -> NoReturn:
+    """The command `gemline`: main(), and the end of the process."""
+    leave(main())
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -1,8 +1,6 @@
-"""One rank: plan the bytes of a step, run the step, compare. python counted_worker.py RANK WORLD_SIZE PORT"""
+"""One rank: plan the bytes of a step, run the step, compare. Started by run_rank.py."""
 
 from __future__ import annotations
-
-import sys
 
 import torch
 import torch.distributed as dist
@@ -219,16 +217,12 @@ def lookups(world: int) -> None:
     assert int(counted) == planned, f"counted {int(counted)}, planned {planned}"
 
 
-def main(rank: int, world: int, port: int) -> None:
+def main(rank: int, world: int, init_method: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
     for spec in specs(world):
         check(rank, spec)
     check_parts(rank, MeshSpec(expert=2, replicate=world // 2, table_shard=world))
     summed(world)
     lookups(world)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

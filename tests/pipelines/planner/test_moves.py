@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -166,29 +163,11 @@ def test_copies_that_exchange_gradients():
     assert {kind: move.sent for kind, move in sliced.items()} == {"all_gather": 800.0, "reduce_scatter": 800.0}
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_planned_bytes_equal_counted_bytes(world_size):
+def test_planned_bytes_equal_counted_bytes(run_ranks, world_size):
     """FSDP2 and HSDP of the whole model, expert-parallel layers, and table copies; see counted_worker.py."""
-    worker, port = Path(__file__).with_name("counted_worker.py"), free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(world_size), str(port)], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        errors = [process.communicate(timeout=240)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0] * world_size, "\n".join(errors)
+    run_ranks(Path(__file__).with_name("counted_worker.py"), world_size)
 
 
 def test_the_model_that_is_counted_has_odd_shapes():
