@@ -58,6 +58,7 @@ class Method:
         batches, self._coming = self._coming, [next(self._batches)]
         clock = PartClock(device=self._trainer.runtime.device, synchronize=False)
         record = self._trainer.step(batches, clock=clock, upcoming=self._coming)
+        record |= self._trainer.imbalance.record(self._trainer.runtime)
         self._synchronize()
         self.seconds.append(time.perf_counter() - begin)
         self.samples.append(sum(batch.sample_ids.shape[0] for batch in batches))

@@ -52,7 +52,7 @@ def watched(trainer: Trainer) -> Iterator[dict[str, float]]:
     watch(trainer.optimizer, "clip", "clip")
     watch(trainer_module, "try_ready", "next")
     watch(trainer_module, "look_up", "look_up")
-    watch(trainer_module, "measure_imbalance", "imbalance")
+    watch(trainer_module, "own_load", "imbalance")
     watch(LateRead, "read", "wait")
     try:
         yield spent

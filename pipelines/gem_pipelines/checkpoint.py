@@ -7,7 +7,8 @@ Tensors, by canonical name (independent of sharding and of the number of process
     tables.<table>.weight | momentum
 
 state.json: step, epoch, samples, tokens; loader position; metric sums; hyper-parameters of both optimizers; random
-states of every rank. The format itself (hashing, manifest, publishing) is checkpoint_format.py.
+states of every rank. The manifest also has the imbalance of the steps since the last record, which is a measurement.
+The format itself (hashing, manifest, publishing) is checkpoint_format.py.
 
 Restoring reads and verifies all bytes, then collects every difference between what is stored and what this run
 expects, and only then changes anything. A damaged checkpoint is passed over, loudly, for the one before it.
@@ -69,6 +70,7 @@ def capture(trainer: Trainer, loader: Loader) -> Checkpoint:
         "world_size": trainer.runtime.world_size,
         "config": to_json(config),
         "versions": collect_versions(),
+        "imbalance": trainer.imbalance.state_dict(trainer.runtime),
     }
     return Checkpoint(tensors=tensors, state=state, about=about)
 
@@ -200,6 +202,8 @@ def _apply(checkpoint: Checkpoint, trainer: Trainer) -> None:
     trainer.optimizer.load_state_tensors(groups["optimizer"])
     trainer.metrics.load_state_dict(checkpoint.state["metrics"])
     trainer.position = Position(**checkpoint.state["position"])
+    if "imbalance" in checkpoint.about:  # a measurement, of no part in training: earlier versions stored none
+        trainer.imbalance.load_state_dict(checkpoint.about["imbalance"])
     states = checkpoint.state["random"]
     if len(states) == trainer.runtime.world_size:  # else: the streams stay as seeded; only dropout draws from them
         set_random_state(states[trainer.runtime.rank], trainer.runtime)

@@ -212,10 +212,13 @@ class Job:
         if skipped:
             return
         self._flag_spike(record, batches)
+        recorded = number % train.record_every == 0 or number == self.total_steps
+        if recorded:
+            record |= self.trainer.imbalance.record(self.runtime)
         seconds = time.perf_counter() - begin
         parts = clock.seconds() if profiled else None
         self.throughput.add(record, seconds=seconds, parts=parts)
-        if number % train.record_every == 0 or number == self.total_steps:
+        if recorded:
             self._record_step(record, seconds=seconds, parts=parts, peak=peak)
 
     def _read(self, steps: Iterator[list[Batch]]) -> list[Batch]:
@@ -449,6 +452,9 @@ class Job:
             "floors": floors,
             "best_ne": best_possible_ne(self.schema, task),
             "status": "completed",
+            **self.trainer.imbalance.record(
+                self.runtime
+            ),  # of steps behind the last record, where the last was left out
         }
 
     def _write(self, record: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from gem_pipelines.rundir import RunDirectory, json_line
 
 _STEP_KINDS = ("train", "eval", "progressive")
-_NOT_CURVES = ("kind", "step", "time", "time_window")
+_NOT_CURVES = ("kind", "step", "time", "time_window", "imbalance_steps")
 
 
 class Sinks:

@@ -35,7 +35,7 @@ from gem_pipelines.agreement import Agreement, RemoteBatchError, StepTotals
 from gem_pipelines.batches import BatchError
 from gem_pipelines.config import RunConfig
 from gem_pipelines.features import to_model_input
-from gem_pipelines.imbalance import WorkClock, measure_imbalance, own_load, within_budget
+from gem_pipelines.imbalance import ImbalanceLog, WorkClock, own_load, within_budget
 from gem_pipelines.late import LateRead, send
 from gem_pipelines.lookup import LARGEST_GRADIENT, Lookup, bad_rows, largest_magnitude, look_up
 from gem_pipelines.loss import bce_by_task, mean_by_task, metric_sums, scaled_loss
@@ -121,6 +121,7 @@ class Trainer:
         self._task_weight_T = torch.tensor(self.task_weights, dtype=torch.float64, device=runtime.device)
         self.metrics = TaskMetrics(self.tasks, window=config.train.metric_window)
         self.position = Position()
+        self.imbalance = ImbalanceLog()
         self._ahead: Ready | NotReady | None = None
         self._dynamic = {feature for feature, policy in config.tables.policy_of().items() if policy == "zch"}
         # An update of zeros would average averaged copies and count ids that earn their rows: there the host waits.
@@ -156,9 +157,8 @@ class Trainer:
             if self.position.skipped_steps >= self.config.train.max_skipped_steps:
                 raise
             return self._skip(batches, error)
-        mine = own_load(ready.batches, cost=self.cost, seconds=work.seconds())
-        record = self._account(computed.totals, sums_T5, lr=lr, grad_norm=grad_norm)
-        return {**record, "imbalance": measure_imbalance(mine, self.runtime)}
+        self.imbalance.add(own_load(ready.batches, cost=self.cost, seconds=work.seconds()))
+        return self._account(computed.totals, sums_T5, lr=lr, grad_norm=grad_norm)
 
     def _update(self, computed: Computed, *, clock: PartClock) -> tuple[Tensor, float, float]:
         """Tables and dense parameters, if the ranks agree that the step is usable; else all raise, and nothing changed.

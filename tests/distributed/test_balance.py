@@ -20,6 +20,7 @@ from gem_pipelines.checkpoint_format import step_directory
 from gem_pipelines.checkpoint_manifest import read_manifest, state_digest
 from gem_pipelines.cli import main
 from gem_pipelines.ledger import verify_ledger
+from gem_pipelines.report import write_report
 from gem_pipelines.rundir import read_records
 from two_ranks import gemline
 
@@ -96,6 +97,43 @@ def test_loads_are_even_and_were_not(data, two, tmp_path) -> None:
     before = statistics.mean(record["imbalance"]["load"] for record in records(run))
     after = max(record["imbalance"]["load"] for record in records(two) if record["samples"] % 240)
     assert after <= 1.02 < before
+
+
+@pytest.mark.slow
+def test_records_of_every_fifth_step_have_the_imbalance_of_all(data, tmp_path) -> None:
+    """Mean and worst are those of the run that records every step, exactly, and so are they after a resume from a
+    checkpoint between two records. Measured seconds differ from run to run.
+    """
+    runs = [tmp_path / "every", tmp_path / "fifth"]
+    for run, each in zip(runs, ("1", "5"), strict=True):
+        done = train([*ARGUMENTS, "--train.record-every", each, "--data", str(data), "--run-dir", str(run)])
+        assert done.returncode == 0, done.stderr
+    every = {record["step"]: record["imbalance"] for record in records(runs[0])}
+    wanted = {}
+    for last, steps in ((5, range(1, 6)), (10, range(6, 11)), (12, range(11, 13))):
+        for name in ("load", "tokens", "bytes", "rows"):
+            values = [every[step][name] for step in steps]
+            mean = sum(values) / len(values)
+            wanted[last, name] = (values[-1], mean, max(values), len(values))
+    assert max(worst - mean for _, mean, worst, _ in wanted.values()) > 0.05
+    keys = ("imbalance", "imbalance_mean", "imbalance_worst", "imbalance_steps")
+
+    def found() -> dict[tuple[int, str], tuple[Any, ...]]:
+        return {
+            (record["step"], name): tuple(record[key][name] for key in keys)
+            for record in records(run)
+            for name in ("load", "tokens", "bytes", "rows")
+        }
+
+    assert found() == wanted
+    assert all(1.0 <= record["imbalance_mean"]["seconds"] <= 2.0 for record in records(run))
+    shutil.rmtree(step_directory(run / "checkpoints", STEPS))
+    done = train(["--resume", "--run-dir", str(run)])
+    assert done.returncode == 0, done.stderr
+    assert f"resumed from step {HALF}" in done.stdout
+    assert found() == wanted
+    write_report(run)
+    assert "over 12 steps of 2 processes" in (run / "report.md").read_text()
 
 
 def test_a_balanced_run_resumes_bit_for_bit(two, tmp_path) -> None:

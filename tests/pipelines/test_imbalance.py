@@ -3,41 +3,226 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import astuple, replace
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gem_data.api import batch_from_table, events_cost
-from gem_data.interface import CostModel, CostTerm
+from gem_data.interface import Batch, CostModel, CostTerm
 from gem_data.testing import tiny_request_schema, tiny_request_table
+from gem_pipelines import checkpoint
+from gem_pipelines import trainer as trainer_module
 from gem_pipelines.balance import BalancedLoader
 from gem_pipelines.cost import batch_loads
 from gem_pipelines.errors import ConfigError
-from gem_pipelines.imbalance import StepLoad, batch_bytes, measure_imbalance, own_load, within_budget
+from gem_pipelines.imbalance import FIGURES, ImbalanceLog, StepLoad, batch_bytes, own_load, within_budget
+from gem_pipelines.job import build
 from gem_pipelines.report import write_report
+from gem_pipelines.rundir import read_records
+from gem_pipelines.runtime import Runtime
 
 
 class TwoRanks:
-    """This rank and one other."""
+    """This rank and one other, whose loads of all steps are `other`; `gathers` counts collectives."""
 
-    world_size = 2
-
-    def __init__(self, other: list[float]) -> None:
-        self.other = torch.tensor(other, dtype=torch.float64)
+    def __init__(self, other: list[StepLoad]) -> None:
+        self.other, self.gathers = torch.tensor([astuple(load) for load in other], dtype=torch.float64), 0
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.stack([values, self.other])
+        self.gathers += 1
+        count = len(values) // len(FIGURES)
+        came, self.other = self.other[:count], self.other[count:]
+        return torch.stack([values, came.flatten()])
+
+
+def load_of(tokens: int, *, seconds: float = 0.0) -> StepLoad:
+    return StepLoad(load=1.0, seconds=seconds, tokens=tokens, bytes=10, rows=4)
 
 
 def test_max_over_mean() -> None:
-    mine = StepLoad(load=3.0, seconds=0.0, tokens=300, bytes=10, rows=4)
-    assert measure_imbalance(mine, TwoRanks([1.0, 0.0, 100, 30, 4])) == {
+    log = ImbalanceLog()
+    log.add(StepLoad(load=3.0, seconds=0.0, tokens=300, bytes=10, rows=4))
+    other = StepLoad(load=1.0, seconds=0.0, tokens=100, bytes=30, rows=4)
+    assert log.record(TwoRanks([other]))["imbalance"] == {
         "load": 1.5,
         "seconds": None,
         "tokens": 1.5,
         "bytes": 1.5,
         "rows": 1.0,
     }
+
+
+def test_a_record_stands_for_all_steps_since_the_one_before() -> None:
+    """One collective for all of them; what a checkpoint in between exchanged is in it, once."""
+    mine, theirs = (4, 6, 5, 0, 9), (4, 2, 3, 0, 1)
+    other = [load_of(tokens, seconds=float(n == 1)) for n, tokens in enumerate(theirs)]
+    straight, halves, runtimes = ImbalanceLog(), ImbalanceLog(), (TwoRanks(other), TwoRanks(other))
+    for n, tokens in enumerate(mine):
+        for log in (straight, halves):
+            log.add(load_of(tokens))
+        if n == 1:
+            state = json.loads(json.dumps(halves.state_dict(runtimes[1])))
+            halves = ImbalanceLog()
+            halves.load_state_dict(state)
+    found = straight.record(runtimes[0])
+    assert {name: value["tokens"] for name, value in found.items()} == {
+        "imbalance": 1.8,
+        "imbalance_mean": (1.0 + 1.5 + 1.25 + 1.8) / 4,  # nobody had a token in the fourth
+        "imbalance_worst": 1.8,
+        "imbalance_steps": 4,
+    }
+    assert {name: value["seconds"] for name, value in found.items()} == {
+        "imbalance": None,
+        "imbalance_mean": 2.0,
+        "imbalance_worst": 2.0,
+        "imbalance_steps": 1,
+    }
+    assert halves.record(runtimes[1]) == found
+    assert [runtime.gathers for runtime in runtimes] == [1, 2]
+    assert straight.record(runtimes[0]) == {}
+    straight.add(load_of(4))
+    assert straight.record(TwoRanks([load_of(4)]))["imbalance_steps"]["tokens"] == 1
+    assert runtimes[0].gathers == 1
+
+
+def test_many_steps_go_in_parts() -> None:
+    log, other = ImbalanceLog(), [load_of(1 + n % 7) for n in range(2500)]
+    for n in range(2500):
+        log.add(load_of(1 + n % 5))
+    runtime, ratios = TwoRanks(other), []
+    for n in range(2500):
+        a, b = 1 + n % 5, 1 + n % 7
+        ratios.append(max(a, b) * 2 / (a + b))
+    found = log.record(runtime)
+    assert (runtime.gathers, found["imbalance_steps"]["tokens"]) == (3, 2500)
+    assert found["imbalance_worst"]["tokens"] == max(ratios)
+    assert found["imbalance_mean"]["tokens"] == sum(ratios) / 2500
+
+
+PLANTED = {2: 3.0, 3: 7.0, 6: 19.0, 8: 5.0}  # step -> load of this rank; it is 1 in all others, and of the other rank
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Jobs see a second rank where loads are gathered; counts Runtime's collectives."""
+    calls: Counter[str] = Counter()
+
+    def own(batches: list[Batch], **_: Any) -> StepLoad:
+        return StepLoad(load=PLANTED.get(batches[0].step + 1, 1.0), seconds=1.0, tokens=1, bytes=1, rows=1)
+
+    def counted(name: str, inner: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            calls[name] += 1
+            return inner(*given, **named)
+
+        return call
+
+    monkeypatch.setattr(trainer_module, "own_load", own)
+    monkeypatch.setattr(Runtime, "gather", lambda self, values: torch.stack([values, torch.ones_like(values)]))
+    for name in ("sum", "max", "gather", "gather_rows", "barrier"):
+        monkeypatch.setattr(Runtime, name, counted(name, getattr(Runtime, name)))
+    return calls
+
+
+def planted(first: int, last: int, *, without: tuple[int, ...] = ()) -> dict[str, Any]:
+    """What a record says of the load of steps `first` to `last`."""
+    loads = [PLANTED.get(step, 1.0) for step in range(first, last + 1) if step not in without]
+    ratios = [2 * load / (load + 1) for load in loads]
+    return {"imbalance_mean": sum(ratios) / len(ratios), "imbalance_worst": max(ratios), "imbalance_steps": len(ratios)}
+
+
+def said(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: record[name]["load"] for name in ("imbalance_mean", "imbalance_worst", "imbalance_steps")}
+
+
+def written(job: Any, kind: str = "train") -> dict[int, dict[str, Any]]:
+    return {r["step"]: r for r in read_records(job.directory.metrics_file) if r["kind"] == kind}
+
+
+EVERY = {"record_every": 5, "steps": 10, "report": False}
+
+
+def test_a_step_between_records_is_seen_and_costs_no_collective(make_job, two_ranks, monkeypatch) -> None:
+    job, calls = make_job(train={**EVERY, "checkpoint_every": 0, "replica_check_every": 0}), []
+    one_step = job._one_step
+
+    def counted(*given: Any) -> None:
+        two_ranks.clear()
+        one_step(*given)
+        calls.append(dict(two_ranks))
+
+    monkeypatch.setattr(job, "_one_step", counted)
+    job.train(resumed_from=None, survey=None)
+    records = written(job)
+    assert {step: said(record) for step, record in records.items()} == {5: planted(1, 5), 10: planted(6, 10)}
+    assert records[5]["imbalance"]["load"] == records[10]["imbalance"]["load"] == 1.0
+    assert max(planted(1, 5).values()) > 1.5
+    # The batches of the next step are agreed on, and the outcome of this one; the first agrees on its own too.
+    sums = [3, *[2] * 8, 1]
+    assert calls == [{"sum": n} | ({"gather": 1} if step in (5, 10) else {}) for step, n in enumerate(sums, start=1)]
+
+
+def test_steps_left_out_are_not_counted_and_the_end_has_the_rest(make_job, two_ranks, monkeypatch) -> None:
+    """Step 3 is left out, so it has no imbalance; as the last is, the end record has that of those before it."""
+    job = make_job(train={**EVERY, "steps": 7, "max_skipped_steps": 2})
+    fetch, steps = job._fetch, iter(range(1, 100))
+
+    def fetching(reader: Any) -> list[Batch]:
+        batches = fetch(reader)
+        if next(steps) not in (3, 7):
+            return batches
+        return [replace(batch, weights=torch.full_like(batch.weights, -1.0)) for batch in batches]
+
+    monkeypatch.setattr(job, "_fetch", fetching)
+    job.train(resumed_from=None, survey=None)
+    assert {step: said(record) for step, record in written(job).items()} == {5: planted(1, 5, without=(3,))}
+    assert planted(1, 5, without=(3,))["imbalance_steps"] == 4
+    assert sorted(written(job, "skip")) == [3, 7]
+    assert not any("imbalance" in record for record in written(job, "skip").values())
+    (end,) = written(job, "end").values()
+    assert said(end) == planted(6, 6)
+    assert end["imbalance"]["load"] == 1.9
+
+
+def test_a_resumed_run_neither_loses_nor_repeats_a_step(make_job, two_ranks, monkeypatch) -> None:
+    """Killed in step 6, which is behind a record, it goes on from step 3, before that record; killed in step 9 it goes
+    on from step 6. The planted loads lie before these checkpoints.
+    """
+    job, resumed = make_job(train={**EVERY, "checkpoint_every": 3}), None
+    for kill, behind in ((6, 3), (9, 6), (None, None)):
+        with monkeypatch.context() as patched:
+
+            def killed(*given: Any, one_step: Any = job._one_step, job: Any = job, kill: int | None = kill) -> None:
+                if job.trainer.position.step + 1 == kill:
+                    raise KeyboardInterrupt
+                one_step(*given)
+
+            patched.setattr(job, "_one_step", killed)
+            with pytest.raises(KeyboardInterrupt) if kill else nullcontext():
+                job.train(resumed_from=resumed, survey=None)
+        if behind is not None:
+            job.directory.forget_after(behind)
+            job = build(job.config, data=job.data, directory=job.directory, runtime=job.runtime)
+            resumed = job.restore_latest()
+            assert resumed == behind
+    assert {step: said(record) for step, record in written(job).items()} == {5: planted(1, 5), 10: planted(6, 10)}
+    assert not any(name.startswith("imbalance") for name in written(job, "end")[10])
+
+
+def test_a_checkpoint_of_a_version_without_imbalance_is_resumed(make_job, monkeypatch) -> None:
+    job, captured = make_job(), checkpoint.capture
+
+    def without(*given: Any) -> Any:
+        found = captured(*given)
+        return replace(found, about={name: value for name, value in found.about.items() if name != "imbalance"})
+
+    monkeypatch.setattr(checkpoint, "capture", without)
+    checkpoint.save(job.directory.checkpoints, job.trainer, job.loader, keep=1)
+    assert job.restore_latest() == 0
+    assert job.trainer.imbalance.record(job.runtime) == {}
 
 
 def test_own_load_counts_the_batch(make_job) -> None:
@@ -62,13 +247,6 @@ def test_bytes_of_requests_are_those_of_all_their_tensors() -> None:
     assert batch.requests is not None
     assert any(tensor is batch.requests for tensor in tensors)
     assert batch_bytes(batch) == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def test_records_hold_the_imbalance_of_every_step(make_job, take_steps) -> None:
-    records = take_steps(make_job(), 2)
-    assert all(
-        record["imbalance"] == dict.fromkeys(("load", "seconds", "tokens", "bytes", "rows"), 1.0) for record in records
-    )
 
 
 def test_micro_batches_stay_within_the_budget_and_keep_the_rows(make_job) -> None:
@@ -188,15 +366,37 @@ def test_the_report_tells_of_balance(tmp_path) -> None:
         {"kind": "train", "step": n, "loss": 1.0, "seconds": 1.0, "imbalance": {"load": 1.0 + n / 10, "rows": 1.0}}
         for n in (1, 2, 3)
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    write_report(tmp_path)
-    text = (tmp_path / "report.md").read_text()
-    line = next(line for line in text.splitlines() if "predicted load" in line)
-    steady = [1.0 + n / 10 for n in (1, 2, 3)]
-    assert "1.300" in line
-    assert f"{np.mean(steady):.3f}" in line or f"{steady[-1]:.3f}" in line
+
+    def report() -> str:
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_report(tmp_path)
+        return (tmp_path / "report.md").read_text()
+
+    def shown(text: str, name: str) -> list[str]:
+        line = next(line for line in text.splitlines() if name in line)
+        return [cell.strip() for cell in line.strip("| ").split("|")][1:]
+
+    text = report()  # of a version that kept only the recorded steps'
+    assert shown(text, "predicted load") == ["1.200", "1.300"]
+    assert "over 3 steps of 2 processes" in text
     assert "Balance of the processes" in (tmp_path / "report.html").read_text()
+    del records[2:]
+    for step, mean, worst, steps in ((11, 1.4, 1.9, 9), (12, None, None, 0)):  # one of ten was left out
+        later = {"kind": "train", "step": step, "loss": 1.0, "seconds": 1.0, "imbalance": {"load": None}}
+        groups = {"imbalance_mean": mean, "imbalance_worst": worst, "imbalance_steps": steps}
+        records.append(later | {name: {"load": value} for name, value in groups.items()})
+    text = report()
+    assert shown(text, "predicted load") == [f"{(1.1 + 9 * 1.4) / 10:.3f}", "1.900"]
+    assert "over 10 steps of 2 processes" in text
+    assert "points: the worst of them" in (tmp_path / "report.html").read_text()
+    tail = {"imbalance": 2.0, "imbalance_mean": 1.8, "imbalance_worst": 2.0, "imbalance_steps": 2}
+    records.append({"kind": "end", "step": 15, **{name: {"load": value} for name, value in tail.items()}})
+    text = report()
+    assert shown(text, "predicted load") == [f"{(1.1 + 9 * 1.4 + 2 * 1.8) / 12:.3f}", "2.000"]
+    assert "over 12 steps of 2 processes" in text
+    records[-1]["imbalance_mean"] = {"load": "much"}
+    with pytest.raises(ValueError, match=r'line 5: "imbalance_mean.load": expected a number or null'):
+        report()
+    del records[-1]
     records[0]["world_size"] = 1
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    write_report(tmp_path)
-    assert "predicted load" not in (tmp_path / "report.md").read_text()
+    assert "predicted load" not in report()

@@ -136,11 +136,13 @@ def step_axis(axes: Axes, label: str = "step") -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(axis_number))
 
 
-def thin(x: np.ndarray, y: np.ndarray, points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """At most about `points` points: means of equal runs of neighbours; undefined (NaN) values are left out."""
+def thin(
+    x: np.ndarray, y: np.ndarray, points: int = MAX_POINTS, *, reduce: Callable[[np.ndarray], Any] = np.mean
+) -> tuple[np.ndarray, np.ndarray]:
+    """At most about `points` points: means (`reduce`) of equal runs of neighbours; undefined values are left out."""
     good = np.isfinite(y)
     x, y = x[good].astype(np.float64), y[good]
     if len(x) <= points:
         return x, y
     runs = np.array_split(np.arange(len(x)), points)
-    return np.array([x[run].mean() for run in runs]), np.array([y[run].mean() for run in runs])
+    return np.array([x[run].mean() for run in runs]), np.array([reduce(y[run]) for run in runs])

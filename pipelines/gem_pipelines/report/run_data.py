@@ -310,17 +310,23 @@ def _add_record(metrics: _Metrics, record: Any, where: str) -> None:
 # What a train record holds besides figures that vary; a string or a list here is a broken record.
 _FIGURES = ("epoch", "samples", "tokens", "loss", "learning_rate", "grad_norm", "seconds", "samples_per_s")
 _FIGURES += ("tokens_per_s", "flops", "flops_per_s", "mfu", "memory_bytes")
-_GROUPS = ("loss_by_task", "window_ne", "flops_by_part", "seconds_by_part", "imbalance", "ids_seen", "ids_outside")
+_GROUPS = ("loss_by_task", "window_ne", "flops_by_part", "seconds_by_part", "ids_seen", "ids_outside")
+_IMBALANCE = ("imbalance", "imbalance_mean", "imbalance_worst", "imbalance_steps")
 
 
 def _figures(record: dict[str, Any], where: str) -> dict[str, float]:
     figures: dict[str, float] = {}
     for name in _FIGURES:
         figures[name] = _number(record.get(name), f'{where}: "{name}"')
-    for group in _GROUPS:
-        for name, value in _mapping(record.get(group), f'{where}: "{group}"').items():
-            figures[f"{group}.{name}"] = _number(value, f'{where}: "{group}.{name}"')
+    for group in (*_GROUPS, *_IMBALANCE):
+        for name, value in _checked_group(record, group, where).items():
+            figures[f"{group}.{name}"] = value
     return figures
+
+
+def _checked_group(record: dict[str, Any], group: str, where: str) -> dict[str, float]:
+    values = _mapping(record.get(group), f'{where}: "{group}"')
+    return {name: _number(value, f'{where}: "{group}.{name}"') for name, value in values.items()}
 
 
 def _checked_eval(record: dict[str, Any], where: str) -> dict[str, Any]:
@@ -337,7 +343,8 @@ def _checked_end(record: dict[str, Any], where: str) -> dict[str, Any]:
         values = _mapping(values, f'{where}: "floors.{name}"')
         floors[name] = {key: value for key, value in values.items() if isinstance(value, (int, float, str))}
     throughput = _mapping(record.get("throughput"), f'{where}: "throughput"')
-    return {**record, "floors": floors, "throughput": throughput}
+    imbalance = {group: _checked_group(record, group, where) for group in _IMBALANCE}
+    return {**record, "floors": floors, "throughput": throughput, **imbalance}
 
 
 def _number(value: Any, where: str) -> float:
