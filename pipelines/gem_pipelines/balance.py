@@ -9,8 +9,8 @@ which row follows from loads alone, so a resumed run repeats it bit for bit.
 
 Why the fetches match across ranks: each call of next() hands out one batch and asks for one more. All ranks call it in
 step, so all have asked for the same number of exchanges, and `close` can wait for the one that is under way. A rank
-that cannot read says so in the same all-gather; then all ranks raise at that batch. A collective that fails, because
-another rank is gone or too late, is an ExchangeError, which nobody else can be told.
+that cannot read, or not even open its epoch, says so in the same all-gather; then all ranks raise at that batch. A
+collective that fails, because another rank is gone or too late, is an ExchangeError, which nobody else can be told.
 
 What is read ahead belongs to the loader and not to its iterator: the batch that waits is the next one that is handed
 out, by whichever iterator, so breaking out of an epoch loses nothing, and nobody touches the loader inside while the
@@ -36,7 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from gem_data.api import partition
-from gem_data.exchange import pack_rows, row_bytes, rows_of_batch, unpack_rows
+from gem_data.exchange import Rows, pack_rows, row_bytes, rows_of_batch, unpack_rows
 from gem_data.interface import Batch, CostModel, Loader, Schema
 from torch import Tensor
 
@@ -96,7 +96,9 @@ class BalancedLoader:
         return self._loader.batches_per_epoch
 
     def epoch(self) -> Iterator[Batch]:
-        """See gem_data.interface.Loader. Raises ValueError after a failed read, until load_state_dict."""
+        """See gem_data.interface.Loader. Raises ValueError after a failed read, until load_state_dict. Where the loader
+        inside cannot begin its epoch, on any rank, the first next() raises, on all of them.
+        """
         if self._failure is not None:
             raise ValueError(
                 f"epoch: reading failed before ({self._failure}), and ranks may stand at different steps since. Call "
@@ -163,11 +165,15 @@ class BalancedLoader:
         return batch
 
     def _ask(self) -> None:
-        if self._source is None:
-            self._source = self._loader.epoch()
+        source: Iterator[Batch] | Exception | None = self._source
+        if source is None:
+            try:
+                source = self._source = self._loader.epoch()
+            except Exception as error:  # whatever it is: the other ranks wait for this one in the exchange
+                source = error
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gem_pipelines.balance")
-        self._next = self._thread.submit(self._exchange.fetch, self._source)
+        self._next = self._thread.submit(self._exchange.fetch, source)
 
     def _settle(self) -> None:
         """Wait until the thread is idle."""
@@ -238,18 +244,19 @@ class RowExchange:
         if runtime.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="balance")
 
-    def fetch(self, source: Iterator[Batch]) -> Batch | None:
-        """The next balanced batch; None at the end of the epoch.
+    def fetch(self, source: Iterator[Batch] | Exception) -> Batch | None:
+        """The next balanced batch; None at the end of the epoch. source: what it is read from, or why there is none.
 
         Raises on all ranks where one cannot read, or reads another step than the others; ExchangeError where a rank is
         gone or too late.
         """
         if self._world == 1:
-            return next(source, None)
-        batch, failure, mine_RC = None, None, self._table(None)
+            return _next_of(source)
+        batch, rows, failure, mine_RC = None, None, None, self._table(None)
         try:
-            batch = next(source, None)
+            batch = _next_of(source)
             mine_RC = self._table(batch)
+            rows = None if batch is None else rows_of_batch(self._schema, batch)
         except Exception as error:  # the other ranks wait in the all-gather, whatever it is
             failure, mine_RC[0, 0] = error, _FAILED
         table_WRC = self._gather(mine_RC)
@@ -257,13 +264,13 @@ class RowExchange:
         if _FAILED in states:
             self._raise_together(failure)
         _check_steps([int(step) for step in table_WRC[:, 1, 0]])
-        if batch is None:
+        if batch is None or rows is None:
             return None
         counts = [int(count) for count in table_WRC[:, 0, 1]]
         facts_N2 = np.concatenate(
-            [rows[_FIRST : _FIRST + n].numpy() for rows, n in zip(table_WRC, counts, strict=True)]
+            [said[_FIRST : _FIRST + n].numpy() for said, n in zip(table_WRC, counts, strict=True)]
         )
-        return self._exchange(batch, counts, facts_N2[:, 0], facts_N2[:, 1].astype(np.int64))
+        return self._exchange(batch, rows, counts, facts_N2[:, 0], facts_N2[:, 1].astype(np.int64))
 
     def _table(self, batch: Batch | None) -> Tensor:
         """(2 + most rows, 2) float64, what a rank says: [state, rows], [step, 0], then [load, bytes] of every row."""
@@ -299,15 +306,15 @@ class RowExchange:
     def _exchange(
         self,
         batch: Batch,
+        rows: Rows,
         counts: list[int],
         loads_N: np.ndarray[Any, np.dtype[np.float64]],
         bytes_N: np.ndarray[Any, np.dtype[np.int64]],
     ) -> Batch:
-        """Send this rank's rows where the partition says, and make a batch of those that come."""
+        """Send the rows of this rank's batch where the partition says, and make a batch of those that come."""
         owners = partition(loads_N, self._world, method=self._method, counts=self._counts)
         ends = np.cumsum([0, *counts])
         low, high = ends[self._rank], ends[self._rank + 1]
-        rows = rows_of_batch(self._schema, batch)
         outgoing = [part[(part >= low) & (part < high)] - low for part in owners]
         own = owners[self._rank]
         incoming = [own[(own >= ends[rank]) & (own < ends[rank + 1])] for rank in range(self._world)]
@@ -343,6 +350,12 @@ class RowExchange:
         rank = next(rank for rank, size in enumerate(sizes) if int(size))
         said = bytes(texts[rank][: int(sizes[rank])].tolist()).decode()
         raise RemoteError(f"rank {rank} reported: {said}")
+
+
+def _next_of(source: Iterator[Batch] | Exception) -> Batch | None:
+    if isinstance(source, Exception):
+        raise source
+    return next(source, None)
 
 
 def _check_steps(steps: list[int]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gem_data.api import build_loader, events_cost
 from gem_data.interface import Batch, LoaderConfig
 from gem_data.remote import ReadError
 from gem_data.testing import write_tiny
+from gem_pipelines import balance
 from gem_pipelines.balance import BalancedLoader
 from gem_pipelines.errors import RemoteError, RunError
 from gem_pipelines.runtime import Runtime
@@ -56,15 +58,22 @@ class Meeting:
 
 
 class Unsteady:
-    """The loader inside of one rank: its read number `fails_at` fails once."""
+    """The loader inside of one rank: its read number `fails_at` fails once, or its epoch number `opens_not`."""
 
-    def __init__(self, loader: Any, fails_at: int | None) -> None:
+    def __init__(self, loader: Any, fails_at: int | None, opens_not: int | None) -> None:
         self._loader, self._fails_at, self._reads = loader, fails_at, 0
+        self._opens_not, self._opened = opens_not, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
     def epoch(self) -> Iterator[Batch]:
+        self._opened += 1
+        if self._opened - 1 == self._opens_not:
+            raise ReadError("the store cannot be opened")
+        return self._epoch()
+
+    def _epoch(self) -> Iterator[Batch]:
         inner = self._loader.epoch()
         while True:
             self._reads += 1
@@ -83,12 +92,12 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         monkeypatch.setattr(dist, name, getattr(meeting, name))
     write_tiny(tmp_path / "d")
 
-    def make(fails_at: int | None = None) -> list[BalancedLoader]:
+    def make(fails_at: int | None = None, *, opens_not: int | None = None) -> list[BalancedLoader]:
         config = LoaderConfig(global_batch_size=16, logical_shards=2, prefetch=0)
         for rank in range(WORLD):
             inner = build_loader(tmp_path / "d", split="train", config=config, rank=rank, world_size=WORLD)
             runtime = Runtime(rank=rank, world_size=WORLD, device=torch.device("cpu"))
-            loader = Unsteady(inner, fails_at if rank == 1 else None)
+            loader = Unsteady(inner, *((fails_at, opens_not) if rank == 1 else (None, None)))
             cost = events_cost(inner.schema)
             made.append(BalancedLoader(loader, cost=cost, runtime=runtime, global_batch_size=16))
         return made
@@ -143,6 +152,59 @@ def test_a_failure_that_nobody_was_told_is_raised_first(ranks) -> None:
     loaders = ranks(fails_at=1)
     assert on_both(lambda loader: next(loader.epoch()).step, loaders) == [0, 0]
     assert [type(error) for error in on_both(train, loaders)] == [RemoteError, ReadError]
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_an_epoch_that_one_rank_cannot_open_is_told_to_all(ranks, before: int) -> None:
+    """They wait for its rows. Nothing is lost: from a state all go on."""
+    loaders = ranks(opens_not=before)
+    for _ in range(before):
+        assert [len(seen) for seen in on_both(train, loaders)] == [BATCHES] * 2
+    told, own = on_both(train, loaders)
+    assert isinstance(told, RemoteError), told
+    assert str(told) == "rank 1 reported: the store cannot be opened"
+    assert isinstance(own, ReadError)
+    for loader in loaders:
+        loader.load_state_dict(loader.state_dict())
+    assert [[step for step, _ in seen] for seen in on_both(train, loaders)] == [
+        list(range(BATCHES * before, BATCHES * (before + 1)))
+    ] * 2
+
+
+def test_an_epoch_that_cannot_be_opened_again_keeps_the_batch_that_waits(ranks) -> None:
+    """Closed with a batch read ahead: that is handed out on both, and what cannot be read comes after it."""
+    loaders = ranks(opens_not=1)
+    assert on_both(lambda loader: next(loader.epoch()).step, loaders) == [0, 0]
+    for loader in loaders:
+        loader.close()
+    steps: list[list[int]] = [[], []]
+
+    def go_on(loader: BalancedLoader) -> None:
+        for batch in loader.epoch():
+            steps[loaders.index(loader)].append(batch.step)
+
+    assert [type(error) for error in on_both(go_on, loaders)] == [RemoteError, ReadError]
+    assert steps == [[1], [1]]
+
+
+def test_a_batch_that_cannot_be_sent_is_told_to_all(ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are looked at before the others wait for them."""
+    loaders, rows_of = ranks(), balance.rows_of_batch
+    second = loaders[1].inner.epoch
+
+    def other() -> Iterator[Batch]:
+        return (replace(batch, timestamps=batch.timestamps[:0]) for batch in second())
+
+    def checked(schema: Any, batch: Batch) -> Any:
+        if not len(batch.timestamps):
+            raise ValueError("a batch without times")
+        return rows_of(schema, batch)
+
+    monkeypatch.setattr(balance, "rows_of_batch", checked)
+    loaders[1].inner.epoch = other
+    told, own = on_both(train, loaders)
+    assert [type(told), str(told)] == [RemoteError, "rank 1 reported: a batch without times"]
+    assert [type(own), str(own)] == [ValueError, "a batch without times"]
 
 
 @pytest.mark.parametrize("other", [1, BATCHES])
