@@ -12,16 +12,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-# Folders of tests are no packages: two_ranks.py is found here, and what it forks ranks by beside the reliability tests.
+# Folders of tests are no packages: forked_ranks.py is found here, what it forks ranks by beside the reliability tests.
 HERE = Path(__file__).parent
 sys.path += [str(HERE), str(HERE.with_name("reliability"))]
 
 
 def pytest_sessionfinish() -> None:
     """End the process that ranks were forked from, where there was one."""
-    two_ranks = sys.modules.get("two_ranks")
-    if two_ranks is not None and two_ranks.zygote.cache_info().currsize:
-        two_ranks.zygote().close()
+    forked_ranks = sys.modules.get("forked_ranks")
+    if forked_ranks is not None and forked_ranks.zygote.cache_info().currsize:
+        forked_ranks.zygote().close()
 
 
 @pytest.fixture

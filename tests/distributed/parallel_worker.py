@@ -1,6 +1,6 @@
 """One rank of the parity tests: trains the same model on the same global batches under several factorizations.
 
-    python parallel_worker.py RANK WORLD_SIZE PORT PLAN      PLAN: a JSON file, see `test_parallel.py`
+main(PLAN), a JSON file (see `test_parallel.py`), in a rank forked as torchrun would start it.
 
 Each run of the plan: {"name", "parallel": {...}, "model": "dhen" | "experts", "steps", "save": step or 0, "resume":
 name of a run whose checkpoint is loaded, or "", "tables": values of the tables section, as lists}. Rank 0 writes
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from gem_pipelines.checkpoint_format import step_directory
 from gem_pipelines.config import ParallelConfig
 from gem_pipelines.evaluate import predict
 from gem_pipelines.job import build
-from gem_pipelines.leaving import leave
 from gem_pipelines.model.config import InteractionConfig
 from gem_pipelines.recipes.debug import debug
 from gem_pipelines.rundir import RunDirectory
@@ -31,7 +28,7 @@ from gem_pipelines.runtime import Runtime, start_runtime
 from gem_pipelines.timing import PartClock
 from safetensors.torch import save_file
 
-BATCH = 29  # of 320 rows: the twelfth batch of an epoch has one row, so all ranks but one have none
+BATCH = 29  # of 146 rows: the sixth batch of an epoch has one row, so all ranks but one have none
 DHEN = InteractionConfig(
     kind="dhen", fm_tokens=2, linear_tokens=2, rank=4, hidden=(16,), members=("fm", "linear", "dcn", "mlp"), dcn_rank=4
 )
@@ -53,7 +50,7 @@ def config_of(run: dict[str, Any], data: str) -> Any:
         ),
         model=dataclasses.replace(base.model, interaction=interaction),
         tables=dataclasses.replace(base.tables, **{k: tuple(v) for k, v in run.get("tables", {}).items()}),
-        train=dataclasses.replace(base.train, steps=run.get("total", 20), survey_rows=0),
+        train=dataclasses.replace(base.train, steps=run["steps"], survey_rows=0),
         parallel=ParallelConfig(**run["parallel"]),
     )
 
@@ -106,21 +103,9 @@ def _predictions(job: Any, config: Any, runtime: Runtime) -> torch.Tensor:
         loader.close()
 
 
-def main(rank: int, world_size: int, port: int, plan_file: str) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+def main(plan_file: str) -> None:
     plan = json.loads(Path(plan_file).read_text())
     runtime = start_runtime(device="cpu", threads=1, deterministic=True, timeout=timedelta(seconds=120))
     for run in plan["runs"]:
         train(run, plan, runtime)
     runtime.close()
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), sys.argv[4])
-    leave(0)

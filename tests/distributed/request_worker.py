@@ -1,12 +1,11 @@
 """One rank: trains on requests, and beside it on the same impressions as plain samples; rank 0 compares.
 
-torchrun request_worker.py REQUESTS SAMPLES OUT
+main(REQUESTS, SAMPLES, OUT) in a rank forked as torchrun would start it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import torch
 from gem_data.api import expand_batch
 from gem_pipelines.config import BalanceConfig, ParallelConfig
 from gem_pipelines.job import build
-from gem_pipelines.leaving import leave
 from gem_pipelines.recipes.debug import debug
 from gem_pipelines.rundir import RunDirectory
 from gem_pipelines.runtime import Runtime, start_runtime
@@ -80,8 +78,3 @@ def main(requests: str, samples: str, out: str) -> None:
     for name in VARIANTS:
         compare(name, Path(requests), Path(samples), Path(out), runtime)
     runtime.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-    leave(0)

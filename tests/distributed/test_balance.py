@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from forked_ranks import gemline
 from gem_data.api import read_schema, write_dataset
 from gem_data.streaming import time_windows
 from gem_pipelines.checkpoint_format import step_directory
@@ -22,7 +23,6 @@ from gem_pipelines.cli import main
 from gem_pipelines.ledger import verify_ledger
 from gem_pipelines.report import write_report
 from gem_pipelines.rundir import read_records
-from two_ranks import gemline
 
 pytestmark = pytest.mark.distributed
 

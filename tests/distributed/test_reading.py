@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from forked_ranks import gemline
 from gem_data.api import write_dataset
 from gem_data.blocks import chunks_of
 from gem_pipelines.rundir import read_records
-from two_ranks import gemline
 
 pytestmark = pytest.mark.distributed
 

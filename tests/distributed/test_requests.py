@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_ranks import gemline, run_worker
 from gem_pipelines.checkpoint_format import step_directory
 from gem_pipelines.cli import main
 from gem_pipelines.rundir import read_records
-from two_ranks import gemline
 
 pytestmark = pytest.mark.distributed
 
@@ -22,16 +20,6 @@ ARGUMENTS = [
     *("--train.checkpoint-every", str(HALF), "--train.peak-flops-per-s", "1e9", "--train.survey-rows", "0"),
     *("--train.tensorboard", "False", "--train.profile-every", "0", "--train.timeout-s", "60"),
 ]
-
-
-def torchrun(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=180,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +45,10 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 def test_two_processes_train_on_requests_what_they_train_on_samples(data, tmp_path):
     requests, samples = data
-    done = torchrun([str(Path(__file__).with_name("request_worker.py")), str(requests), str(samples), str(tmp_path)])
-    assert done.returncode == 0, done.stdout + done.stderr
+    worker = Path(__file__).with_name("request_worker.py")
+    said = run_worker(worker, [str(requests), str(samples), str(tmp_path)], world=2)
     for name in ("table_wise", "row_wise", "balanced"):
-        assert f"{name}: equal after 6 steps" in done.stdout
+        assert f"{name}: equal after 6 steps" in said
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from forked_ranks import gemline, run_worker
 from gem_data.damage import refresh_block_hashes
 from gem_pipelines.checkpoint_format import step_directory
 from gem_pipelines.checkpoint_manifest import read_manifest, state_digest
@@ -30,10 +31,10 @@ ARGUMENTS = [
 ]
 
 
-def torchrun(arguments: list[str], *, module: bool = True) -> subprocess.CompletedProcess[str]:
-    program = ["-m", "gem_pipelines"] if module else []
+def torchrun(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program, *arguments],
+        [*launcher, "-m", "gem_pipelines", *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -100,7 +101,7 @@ def test_two_processes_resume_bit_for_bit(two, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(two, run)
     shutil.rmtree(step_directory(run / "checkpoints", STEPS))
-    done = torchrun(["train", "--resume", "--run-dir", str(run)])
+    done = gemline(["train", "--resume", "--run-dir", str(run)])
     assert done.returncode == 0, done.stderr
     assert f"resumed from step {HALF}" in done.stdout
     digests = [state_digest(read_manifest(step_directory(path / "checkpoints", STEPS))) for path in (run, two)]
@@ -139,6 +140,4 @@ def test_a_bad_row_on_one_rank_stops_both_at_the_same_step(data, spoil, tmp_path
 
 
 def test_exchanges_with_unequal_parts():
-    done = torchrun([str(Path(__file__).with_name("exchange_worker.py"))], module=False)
-    assert done.returncode == 0, done.stderr
-    assert "all exchanges agree" in done.stdout
+    assert "all exchanges agree" in run_worker(Path(__file__).with_name("exchange_worker.py"), [], world=2)

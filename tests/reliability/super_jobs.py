@@ -58,8 +58,12 @@ class Zygote:
         output: Path,
         faults: dict[int, dict[str, Any]] | None = None,
         environment: dict[str, str] | None = None,
+        worker: Path | None = None,
     ) -> list[int]:
-        """Processes of all ranks of one job, with more in their environment; they meet at `port`."""
+        """Processes of all ranks of one job, with more in their environment; they meet at `port`.
+
+        worker: a file whose main(*arguments) each runs; gemline otherwise, where one process is started without ranks.
+        """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = port = free.getsockname()[1]
@@ -68,8 +72,13 @@ class Zygote:
             ranked = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
             ranked |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             fault, more = (faults or {}).get(rank), environment or {}
-            command = {"start": arguments, "environment": (ranked if world > 1 else {}) | more, "fault": fault}
-            pids.append(self.ask({**command, "output": str(output)})["pid"])
+            command = {
+                "start": arguments,
+                "environment": (ranked if world > 1 or worker else {}) | more,
+                "fault": fault,
+            }
+            command |= {"output": str(output), "worker": str(worker) if worker else None}
+            pids.append(self.ask(command)["pid"])
         self.running |= set(pids)
         for pid in pids:
             self._codes.pop(pid, None)  # the number may have been another process's

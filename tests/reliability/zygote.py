@@ -2,6 +2,8 @@
 
 A line of JSON in, one out:
     {"start": [arguments of gemline], "environment": {...}, "output": file, "fault": {...} | null}  -> {"pid": n}
+    {"worker": file, ...}: the same, with main(*arguments) of that file in the place of gemline; it is found beside
+    its modules, as a program is, and an exception is a traceback and code 1
     {"wait": pid, "seconds": s}  -> {"code": exit code, negative for a signal, or null while it runs}
 
 Faults, in the process that is started: {"name": ..., "step": n, ...}, see `FAULTS`. They are of the test, not of the
@@ -11,12 +13,14 @@ program: the zygote patches the trainer of its child.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import re
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,9 +188,22 @@ def run(command: dict[str, Any]) -> int:
     os.environ.update(command["environment"])
     if command.get("fault"):
         install(command["fault"])
+    if command.get("worker"):
+        return work(Path(command["worker"]), command["start"])
     from gem_pipelines.cli import main
 
     return main(command["start"])
+
+
+def work(worker: Path, arguments: list[str]) -> int:
+    """Run a test's own program for one rank."""
+    sys.path.insert(0, str(worker.parent))
+    try:
+        importlib.import_module(worker.stem).main(*arguments)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def wait(pid: int, seconds: float) -> int | None:
