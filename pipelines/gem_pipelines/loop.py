@@ -34,7 +34,7 @@ from gem_pipelines.parallelize import parameter_counts
 from gem_pipelines.progress import ProgressDisplay
 from gem_pipelines.quarantine import Quarantine, check_cap
 from gem_pipelines.replica_check import check_replicas, copied_tensors
-from gem_pipelines.rundir import RunDirectory
+from gem_pipelines.rundir import RunDirectory, read_records
 from gem_pipelines.runlock import RunLock
 from gem_pipelines.sinks import Sinks
 from gem_pipelines.spikes import SpikeWatch
@@ -47,6 +47,7 @@ from gem_pipelines.windows import (
     epoch_rows,
     evaluate_next_window,
     evaluates_window,
+    lacks_window,
     streaming,
     total_steps,
     whole_epochs,
@@ -142,7 +143,7 @@ class Job:
         try:
             if resumed_from is not None and self._misses_evaluation():
                 self._evaluate()
-            if resumed_from is not None and self._lacks("progressive"):
+            if resumed_from is not None and self._lacks_window():
                 self._evaluate_window()
             steps = self._steps()
             with only_new_garbage():
@@ -351,12 +352,20 @@ class Job:
         finished run is evaluated once more, for the outcome.
         """
         step = self.trainer.position.step
-        return step > 0 and self._evaluates_at(step) and (self._lacks("eval") or step == self.total_steps)
+        return step > 0 and self._evaluates_at(step) and (self._lacks_evaluation() or step == self.total_steps)
 
-    def _lacks(self, kind: str) -> bool:
-        """Whether metrics.jsonl has no evaluation of this kind at the present step. A collective."""
+    def _lacks_evaluation(self) -> bool:
+        """Whether metrics.jsonl has no evaluation at the present step. A collective."""
         main, step = self.runtime.is_main, self.trainer.position.step
-        return self.runtime.from_main(str(int(main and self.directory.has_evaluation(step, kind=kind)))) == "0"
+        return self.runtime.from_main(str(int(main and self.directory.has_evaluation(step)))) == "0"
+
+    def _lacks_window(self) -> bool:
+        """Whether metrics.jsonl has no evaluation, at the present step, of all that is ahead of it. A collective."""
+        lacks = False
+        if self.runtime.is_main:
+            file, step = self.directory.metrics_file, self.trainer.position.step
+            lacks = lacks_window(self.loader, read_records(file) if file.exists() else (), step=step)
+        return self.runtime.from_main(str(int(lacks))) == "1"
 
     def _evaluate_window(self) -> None:
         """At the end of a window of time: how well the model predicts the next one."""

@@ -147,11 +147,11 @@ class RunDirectory:
         assert isinstance(config, RunConfig)
         return config
 
-    def has_evaluation(self, step: int, *, kind: str = "eval") -> bool:
-        """Whether metrics.jsonl holds an evaluation of `step`; kind "progressive": one of the next window of time."""
+    def has_evaluation(self, step: int) -> bool:
+        """Whether metrics.jsonl holds an evaluation of `step`."""
         if not self.metrics_file.exists():
             return False
-        return any(r.get("kind") == kind and r.get("step") == step for r in read_records(self.metrics_file))
+        return any(r.get("kind") == "eval" and r.get("step") == step for r in read_records(self.metrics_file))
 
     def forget_after(self, step: int) -> None:
         """Drop what was written of steps after `step`, ahead of a checkpoint that never became durable: records,

@@ -2,17 +2,20 @@
 
 With data.stream_seconds the epochs of the loader are windows of time (gem_data.streaming). At the end of each window,
 after the checkpoint of that step, the model is evaluated on the next one, every row of which is strictly later and
-which it has not seen: progressive evaluation. All windows together are one pass over the data, epoch 0.
+which it has not seen: progressive evaluation. With data.drop_last a window may have no batch; it is not trained, and is
+evaluated in one with the next that is, so that nothing is trained that was not predicted. All windows together are one
+pass over the data, epoch 0.
 
-A record of metrics.jsonl for each: {"kind": "progressive", "step", "time_window": {"trained": 3, "evaluated": 4,
-"first", "last"} (seconds of the evaluated one), "missing_rows", "samples", "tasks", "seconds"}. missing_rows: of row
-groups that cannot be used, which are left out as in training where data.max_quarantined_rows is set.
+A record of metrics.jsonl for each: {"kind": "progressive", "step", "time_window": {"trained": 3, "evaluated": 5,
+"passed_over": [4], "first", "last"} (seconds of what was evaluated, 4 and 5), "missing_rows", "samples", "tasks",
+"seconds"}. missing_rows: of row groups that cannot be used, which are left out as in training where
+data.max_quarantined_rows is set.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -86,13 +89,23 @@ def ends_epoch(loader: Loader, batch: Batch) -> bool:
 def evaluates_window(loader: Loader) -> StreamingLoader | None:
     """The streaming loader where it has trained a window to its end, and another one follows."""
     stream = streaming(loader)
-    return stream if stream is not None and stream.at_edge and stream.window + 1 < len(stream.windows) else None
+    return stream if stream is not None and stream.at_edge and stream.ahead else None
+
+
+def lacks_window(loader: Loader, records: Iterable[Mapping[str, Any]], *, step: int) -> bool:
+    """Whether `records` of metrics.jsonl have no evaluation at `step` of all that is ahead; a log may have grown."""
+    stream = evaluates_window(loader)
+    if stream is None:
+        return False
+    wanted = (stream.ahead[-1].index, stream.ahead[-1].last)
+    found = [r["time_window"] for r in records if r["kind"] == "progressive" and r["step"] == step]
+    return wanted not in [(window["evaluated"], window["last"]) for window in found]
 
 
 def evaluate_next_window(
     stream: StreamingLoader, trainer: Trainer, *, config: LoaderConfig, supervision: Supervision
 ) -> dict[str, Any] | None:
-    """The "progressive" record of the window after the one that was trained; None on other ranks than 0."""
+    """The "progressive" record of what is ahead of the window that was trained; None on other ranks than 0."""
     started, step = time.perf_counter(), trainer.position.step
     supervision.enter("evaluate", step=step)
     loader = stream.later(config)
@@ -107,9 +120,15 @@ def evaluate_next_window(
     missing = counted.planned - int(trainer.runtime.sum(torch.tensor(counted.rows)))
     if not trainer.runtime.is_main:
         return None
-    after = stream.windows[stream.window + 1]
+    *passed, after = stream.ahead
     record = evaluate.evaluation_record(found, tasks=trainer.tasks, step=step, started=started)
-    window = {"trained": stream.window, "evaluated": after.index, "first": after.first, "last": after.last}
+    window = {
+        "trained": stream.window,
+        "evaluated": after.index,
+        "passed_over": [window.index for window in passed],
+        "first": stream.ahead[0].first,
+        "last": after.last,
+    }
     return {**record, "kind": "progressive", "time_window": window, "missing_rows": missing}
 
 

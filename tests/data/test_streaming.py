@@ -174,6 +174,27 @@ def test_a_window_without_a_whole_batch_is_passed_over(tmp_path, empty_at: str) 
         assert sum(b.rows for b in again.later(LoaderConfig(global_batch_size=16)).epoch()) == 10
 
 
+def test_what_is_trained_next_is_predicted_with_what_is_passed_over(tmp_path) -> None:
+    """Windows of 30, 10, 10, 30, 10 and 10 rows in batches of 20 whole ones: the first predicts up to the fourth."""
+    gaps = [30, 40, 50, 80, 90]
+    seconds = [10 * row + 1000 * sum(row >= gap for gap in gaps) for row in range(100)]
+    write_dataset(tmp_path / "d", tiny_schema(), {"train": table_at(seconds)}, rows_per_group=10)
+    loader = StreamingLoader(tmp_path / "d", seconds=SECONDS, config=LoaderConfig(global_batch_size=20, drop_last=True))
+    assert loader.batches_by_window == (1, 0, 0, 1, 0, 0)
+    predicted: set = set()
+    for window, after in ((0, (1, 2, 3)), (3, (4, 5))):
+        (batch,) = loader.epoch()
+        assert window == loader.window
+        assert predicted.issuperset(batch.sample_ids.tolist()) or window == 0
+        loader.mark_trained(batch)
+        assert tuple(ahead.index for ahead in loader.ahead) == after
+        later = loader.later(LoaderConfig(global_batch_size=16, shuffle=False))
+        held = [i for batch in later.epoch() for i in batch.sample_ids.tolist()]
+        assert sorted(held) == list(range(30, 80) if window == 0 else range(80, 100))
+        predicted.update(held)
+    assert list(loader.epoch()) == []
+
+
 def test_a_stream_without_any_batch_is_refused_at_start(directory) -> None:
     config = LoaderConfig(global_batch_size=64, drop_last=True)
     with pytest.raises(DataError, match=r"expected a window with rows for at least one batch, came 4 windows of at mo"):

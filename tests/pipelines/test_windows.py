@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -102,6 +103,69 @@ def test_rows_that_every_window_drops_are_not_lost(make_stream, windows, log):
     assert (found.ok, found.complete, found.pending) == (True, 1, 0)
     assert (found.dropped, found.trained) == (dropped, 320 - dropped)
     assert dropped
+
+
+@pytest.fixture
+def quiet_day(log, tmp_path):
+    """Windows of 80, 20 and 80 rows."""
+    directory, schema = tmp_path / "quiet", read_schema(log)
+    train = read_all(log, "train")
+    stamps = train.column("timestamp").to_numpy()
+    parts = [train.slice(start, rows) for start, rows in ((0, 80), (80, 20), (100, 80))]
+    shifted = [
+        part.set_column(
+            part.column_names.index("timestamp"),
+            "timestamp",
+            [[int(t) + number * 10 * SECONDS * 100 for t in part.column("timestamp").to_pylist()]],
+        )
+        for number, part in enumerate(parts)
+    ]
+    assert stamps[180] - stamps[0] < 100 * SECONDS
+    held = read_all(log, "eval")
+    held = held.set_column(
+        held.column_names.index("timestamp"),
+        "timestamp",
+        [[int(t) + 30 * SECONDS * 100 for t in held.column("timestamp").to_pylist()]],
+    )
+    write_dataset(directory, schema, {"train": pa.concat_tables(shifted), "eval": held}, rows_per_group=20)
+    return directory
+
+
+def test_no_window_is_trained_that_was_not_predicted(make_stream, quiet_day):
+    """One of fewer rows than a batch, between two others: it is predicted together with the one after it."""
+    seconds = 100 * SECONDS
+    job = make_stream("run", source=quiet_day, data={"drop_last": True, "stream_seconds": seconds})
+    windows = streaming(job.loader).windows
+    assert [w.rows for w in windows] == [80, 20, 80]
+    job.train(resumed_from=None, survey=None)
+    (record,) = records(job, "progressive")
+    assert (record["step"], record["samples"]) == (2, 100)
+    assert record["time_window"] == {
+        "trained": 0, "evaluated": 2, "passed_over": [1], "first": windows[1].first, "last": windows[2].last
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("grows", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_what_a_grown_log_has_ahead_is_predicted_before_it_is_trained(make_stream, quiet_day, grows):
+    """A run ended with the small window predicted alone; resumed, it predicts again if more is ahead now."""
+    schema, train = read_schema(quiet_day), read_all(quiet_day, "train")
+    held = read_all(quiet_day, "eval")
+    write_dataset(quiet_day, schema, {"train": train.slice(0, 100), "eval": held}, rows_per_group=20, overwrite=True)
+    settings = {"source": quiet_day, "data": {"drop_last": True, "stream_seconds": 100 * SECONDS}}
+    settings["optimizer"] = {"schedule": "constant"}
+    job = make_stream("run", **settings)
+    job.train(resumed_from=None, survey=None)
+    assert [(r["step"], r["samples"]) for r in records(job, "progressive")] == [(2, 20)]
+    if grows:
+        more = write_dataset(quiet_day / "more", schema, {"train": train.slice(100)}, rows_per_group=20)
+        files = [dataclasses.replace(file, path=f"more/{file.path}") for file in more.files]
+        grown = dataclasses.replace(schema, files=(*read_schema(quiet_day).files, *files))
+        (quiet_day / "schema.json").write_text(json.dumps(schema_to_dict(grown)))
+    again = make_stream("run", **settings, create=False)
+    assert again.restore_latest() == 2
+    again.directory.forget_after(2)
+    again.train(resumed_from=2, survey=None)
+    assert [(r["step"], r["samples"]) for r in records(again, "progressive")] == [(2, 20), (2, 100)][: 1 + grows]
 
 
 def test_a_prediction_is_made_by_a_model_that_has_not_seen_the_window(make_stream, windows, log):
@@ -289,8 +353,6 @@ def test_a_run_goes_on_where_its_log_has_grown(make_stream, log, windows, tmp_pa
 
 
 def read_all(directory, split):
-    import pyarrow as pa
-
     return pa.concat_tables(
         [pq.read_table(directory / f.path) for f in read_schema(directory).files if f.split == split]
     )

@@ -10,7 +10,8 @@ groups in the order of time (rows inside one may be in any order, and are shuffl
 `StreamingLoader` is a Loader whose epoch n is window n. Inside a window everything is the ordinary loader's: the order,
 the ranks' parts, base batches, and a state that resumes exactly. Its own state adds the windows and refuses other ones.
 A window must be trained to its end before the next one begins. With drop_last a window of fewer rows than a batch has
-none, and is passed over.
+none, and is passed over. `later` reads it together with the one that is trained next, so that nothing is trained that
+was not predicted: windows of 24, 6 and 24 rows in batches of 8 train the first, predict 30 rows and train the third.
 
 A log may grow: a state fits data whose files begin with its own, in number, hash and order. Windows that had begun keep
 their edges, so that no row is trained twice or left out; later rows make new windows, or a longer last one where it had
@@ -137,6 +138,7 @@ class StreamingLoader:
     window                            index of the one that is read now
     first_step                        step of its first batch
     at_edge                           whether it has been trained to its end
+    ahead                             the windows after it, to the one that is trained next: what `later` reads
     rows_per_epoch, batches_per_epoch of that window
     """
 
@@ -164,7 +166,7 @@ class StreamingLoader:
         self._spans = _spans(self._shards)
         self.windows = _cut(self._spans, seconds=seconds)
         self.window, self._offset, self._trained = self._next(0), 0, 0
-        self._inner = self._open(self.windows[self.window])
+        self._inner = self._open(self.windows[self.window].groups)
         warn_of_small_windows(self._inner)
         self.schema = self._inner.schema
 
@@ -193,6 +195,14 @@ class StreamingLoader:
         """Whether every batch of the present window is trained."""
         return self._trained == self.batches_per_epoch
 
+    @property
+    def ahead(self) -> tuple[TimeWindow, ...]:
+        """The windows after the present one, to the one that is trained next; all of them where none is."""
+        batches = self.batches_by_window
+        following = range(self.window + 1, len(self.windows))
+        trained = next((index for index in following if batches[index]), len(self.windows) - 1)
+        return self.windows[self.window + 1 : trained + 1]
+
     def epoch(self) -> Iterator[Batch]:
         """What is left of the present window; of the next one, if the present one has been trained to its end.
 
@@ -210,13 +220,12 @@ class StreamingLoader:
         self._trained = batch.step - self._offset + 1
 
     def later(self, config: LoaderConfig) -> ArrowLoader | None:
-        """A loader of the window after the present one: every row strictly later. None after the last window.
+        """A loader of the windows `ahead`: every row strictly later. None after the last window.
 
         It leaves out the row groups that cannot be used, where training does (on_damage).
         """
-        if self.window + 1 == len(self.windows):
-            return None
-        return self._open(self.windows[self.window + 1], config)
+        groups = tuple(group for window in self.ahead for group in window.groups)
+        return self._open(groups, config) if groups else None
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: the windows, the steps before the present one, and the position inside it."""
@@ -235,7 +244,7 @@ class StreamingLoader:
         _check_form(state)
         window, before, trained = state["window"], state["steps_before"], state["trained"]
         windows = self._windows_of(state)
-        inner = self._open(windows[window])
+        inner = self._open(windows[window].groups)
         grown = [windows[window].first, windows[window].last, windows[window].rows] != state["windows"][window]
         inside = state["inside"]
         if inside is not None:  # states of gem_data 1.6 and before have none at an edge
@@ -295,7 +304,7 @@ class StreamingLoader:
         )
 
     def _enter(self, window: int) -> None:
-        inner = self._open(self.windows[window])
+        inner = self._open(self.windows[window].groups)
         self._inner.close()
         self._offset += self._inner.batches_per_epoch
         self._inner, self.window, self._trained = inner, window, 0
@@ -309,7 +318,7 @@ class StreamingLoader:
         for batch in inner.epoch():
             yield dataclasses.replace(batch, step=batch.step + offset)
 
-    def _open(self, window: TimeWindow, config: LoaderConfig | None = None) -> ArrowLoader:
+    def _open(self, groups: Sequence[tuple[int, int]], config: LoaderConfig | None = None) -> ArrowLoader:
         own = self._config
         other = config is not None and (
             (config.features, config.labels, config.open_ids) != (own.features, own.labels, own.open_ids)
@@ -320,7 +329,7 @@ class StreamingLoader:
             config=config or own,
             rank=self._rank,
             world_size=self._world_size,
-            only=window.groups,
+            only=groups,
             shards=None if other else self._shards,
             on_damage=self._on_damage,
         )
