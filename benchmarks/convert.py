@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from record import UNITS, Measurement, read_measurements
+from record import UNITS, Measurement, lacking, read_measurements
 
 HERE = Path(__file__).resolve().parent
 
@@ -95,13 +95,23 @@ def benchmark_of(measurement: Measurement) -> dict[str, Any]:
 
 
 def convert(path: Path, *, results: Path, records: Path, commit: str | None = None) -> Path:
-    """Add one file to the record; returns the asv result file. Results of other cases of that commit stay."""
+    """Add one file to the record; returns the asv result file. Results of other cases of that commit stay.
+
+    ValueError, and nothing stored, for a file that lacks a fact without saying why (see lacking() in record.py).
+    """
     from asv.results import Results
     from asv.runner import BenchmarkResult
 
     tree = read_measurements(path)
     machine = machine_of(tree)
     commit_hash, date = commit_of(tree, commit)
+    if lacks := [
+        fact for fact in lacking(json.loads(path.read_text())) if not (commit and fact in ("commit", "dirty"))
+    ]:
+        raise ValueError(
+            f"{path.name} lacks {', '.join(lacks)}: measure again with benchmarks/record.py's writer, at work and with "
+            "GEMLINE_COMMIT set, or let the file say under 'without' why it cannot be had"
+        )
     requirements = {name: tree["versions"][name] for name in ("torch", "triton")}
     environment = "gpu-py" + ".".join(tree["versions"]["python"].split(".")[:2])
     result = Results(machine, requirements, commit_hash, date, tree["versions"]["python"], environment, {})

@@ -7,6 +7,7 @@ commits are installed one after the other into one environment.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics
@@ -44,12 +45,17 @@ from companion import ROUNDS
 
 
 def newest_recorded_ancestor(repo: Path) -> str:
-    """The newest commit before HEAD that has results of any machine in the record."""
-    recorded = {path.name.partition("-")[0] for path in result_files(RESULTS)}
+    """The newest commit before HEAD that has results of a machine without a GPU in the record (times are of CPUs)."""
+    recorded = {path.name.partition("-")[0] for path in result_files(RESULTS) if gpu_of(path.parent) == "none"}
     for commit in git("rev-list", "--skip=1", "HEAD", repo=repo).split():
         if commit[:8] in recorded:
             return commit
     raise GateError("no ancestor of HEAD has recorded results: name a base, e.g. GATE_BASE=main~1" + shallowness(repo))
+
+
+def gpu_of(machine: Path) -> str:
+    """The GPU of a machine in the record."""
+    return str(json.loads((machine / "machine.json").read_text())["gpu"])
 
 
 def shallowness(repo: Path) -> str:

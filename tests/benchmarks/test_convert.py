@@ -11,9 +11,6 @@ from device import DeviceRecord
 from gate_asv import ROOT, git, load
 from record import Measurement, commit_at_hand, lacking, read_measurements, write_measurements, write_record
 
-GPU = DeviceRecord(name="NVIDIA H200", driver="580.1", power_cap_w=700.0, throttle_reasons=("software_power_cap",))
-
-
 CEILINGS = {"bf16_matmul_flop_per_s": 7.8e14, "copy_bytes_per_s": 4.2e12}
 BUSY = DeviceRecord(
     name="NVIDIA H200", driver="580.1", sm_clock_mhz=1740, power_cap_w=700.0, throttle_reasons=("software_power_cap",)
@@ -27,8 +24,11 @@ def without_git(tmp_path, monkeypatch):
     monkeypatch.delenv("GEMLINE_COMMIT", raising=False)
 
 
-def file_with(path, *measurements, device=GPU):
-    write_measurements(path, measurements, ceilings={}, before=device, after=device)
+ENERGY = Measurement(case="a.b", unit="J", samples=(0.25,))
+
+
+def file_with(path, *measurements, device=BUSY, ceilings=CEILINGS):
+    write_measurements(path, [*measurements, ENERGY], ceilings=ceilings, before=device, after=device)
     return path
 
 
@@ -57,7 +57,7 @@ def test_a_second_file_of_a_commit_adds_to_the_first(tmp_path):
     for name in ("one", "two"):
         path = file_with(tmp_path / f"{name}.json", Measurement(case=f"a.{name}", unit="ms", samples=(1.0,)))
         stored = convert(path, results=tmp_path / "results", records=tmp_path / "records", commit="HEAD")
-    assert set(load(stored).get_all_result_keys()) == {"a.one.time_device", "a.two.time_device"}
+    assert set(load(stored).get_all_result_keys()) == {"a.b.track_joules", "a.one.time_device", "a.two.time_device"}
     names = json.loads((tmp_path / "results" / "benchmarks.json").read_text())
     assert {"a.one.time_device", "a.two.time_device"} <= names.keys()
 
@@ -79,9 +79,27 @@ def test_refusals(tmp_path):
         read_measurements(other)
 
 
+def test_a_file_without_its_facts_is_refused(tmp_path, monkeypatch):
+    one, places = Measurement(case="a.b", unit="ms", samples=(1.0,)), {"results": tmp_path, "records": tmp_path / "r"}
+    idle = DeviceRecord(name="NVIDIA H200", driver="580.1", power_cap_w=700.0, throttle_reasons=("gpu_idle",))
+    bare = file_with(tmp_path / "bare.json", one, device=idle, ceilings={})
+    lacks = (
+        r"bare\.json lacks device_before\.sm_clock_mhz, device_after\.sm_clock_mhz, device_before at work .*, ceilings:"
+    )
+    with pytest.raises(ValueError, match=lacks):
+        convert(bare, **places, commit="HEAD")
+    write_measurements(tmp_path / "free.json", [one], ceilings=CEILINGS, before=BUSY, after=BUSY)
+    with pytest.raises(ValueError, match=r"free\.json lacks energy"):
+        convert(tmp_path / "free.json", **places, commit="HEAD")
+    monkeypatch.setenv("GEMLINE_COMMIT", git("rev-parse", "HEAD", repo=ROOT))
+    with pytest.raises(ValueError, match=r"one\.json lacks dirty"):
+        convert(file_with(tmp_path / "one.json", one), **places)
+    assert not (tmp_path / "r").exists()
+
+
 def test_nothing_measured_writes_no_file(tmp_path):
     with pytest.raises(ValueError, match="nothing was measured"):
-        write_measurements(tmp_path / "empty.json", [], ceilings={}, before=GPU, after=GPU)
+        write_measurements(tmp_path / "empty.json", [], ceilings={}, before=BUSY, after=BUSY)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="no samples"):
         Measurement(case="a.b", unit="ms", samples=())

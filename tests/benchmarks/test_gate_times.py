@@ -50,7 +50,7 @@ def repo(tmp_path):
     return path
 
 
-def write_result(folder, commit, values):
+def write_result(folder, commit, values, gpu="none"):
     """asv's result file of a commit; values: benchmark -> value, or its list of samples, or None for a failure."""
     machine = {"machine": "box", "os": "", "arch": "", "cpu": "", "num_cpu": "1", "ram": "1"}
     results = Results(machine, {}, commit, 1, "3.11", "env", {})
@@ -59,6 +59,7 @@ def write_result(folder, commit, values):
         result = BenchmarkResult([True if samples else value], [samples], [1 if samples else None], 0, "", None)
         results.add_result({"name": name, "params": [], "version": "1"}, result, record_samples=True)
     results.save(str(folder))
+    (folder / "box" / "machine.json").write_text(json.dumps({**machine, "gpu": gpu, "version": 1}))
 
 
 @pytest.fixture
@@ -311,6 +312,9 @@ def test_the_newest_recorded_ancestor(repo, tmp_path, monkeypatch):
     commits = git(repo, "rev-list", "HEAD").split()
     write_result(tmp_path / "results", commits[2], {"a.b.time_cpu": [1.0]})
     assert gate_times.newest_recorded_ancestor(repo) == commits[2]
+    write_result(tmp_path / "gpu", commits[1], {"a.b.time_device": [1.0]}, gpu="NVIDIA H200")
+    (tmp_path / "gpu" / "box").rename(tmp_path / "results" / "nvidia-h200")
+    assert gate_times.newest_recorded_ancestor(repo) == commits[2]  # a GPU's results are no base of CPU times
     write_result(tmp_path / "results", commits[1], {"a.b.time_cpu": [1.0]})
     assert gate_times.newest_recorded_ancestor(repo) == commits[1]
     write_result(tmp_path / "results", commits[0], {"a.b.time_cpu": [1.0]})  # HEAD itself is no base

@@ -14,7 +14,7 @@ from gate_publish import RECORDS, missing_records, missing_values, publish_pages
 from gate_times import commit
 from record import Measurement, write_measurements
 
-GPU = DeviceRecord(name="NVIDIA H200", driver="580.1", power_cap_w=700.0, throttle_reasons=())
+GPU = DeviceRecord(name="NVIDIA H200", driver="580.1", sm_clock_mhz=1740, power_cap_w=700.0, throttle_reasons=())
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def recorded(repo, tmp_path, monkeypatch):
 
     def add(*names):
         for name in names:
-            monkeypatch.setenv("GEMLINE_COMMIT", commits[name])
+            monkeypatch.setenv("GEMLINE_COMMIT", commits[name] + "-clean")
             file = tmp_path / f"{name}.json"
             found = [
                 Measurement(case="attention_gpu.hstu_forward", unit="ms", samples=(2.0, 3.0, 1.0)),
@@ -131,9 +131,9 @@ def published(tmp_path_factory):
         git("add", "file", repo=path / "repo")
         monkeypatch.setattr("convert.HERE", path / "repo")
         monkeypatch.setattr("record.HERE", path)
-        monkeypatch.setenv("GEMLINE_COMMIT", commit(path / "repo", "one"))
+        monkeypatch.setenv("GEMLINE_COMMIT", commit(path / "repo", "one") + "-clean")
         found = [Measurement(case="a.b", unit=unit, samples=(1.0,)) for unit in ("ms", "J")]
-        write_measurements(path / "one.json", found, ceilings={}, before=GPU, after=GPU)
+        write_measurements(path / "one.json", found, ceilings={"copy_bytes_per_s": 4e12}, before=GPU, after=GPU)
         convert(path / "one.json", results=path / "results", records=path / "records")
         assert publish_pages(path / "results", path / "html", path / "repo", records=path / "records") == []
     return path / "results", path / "html"
@@ -215,6 +215,16 @@ def test_measurements_that_are_no_results_are_missed(published, tmp_path):
     ]
     file.rename(records / "bench.json")
     assert len(missing_records(records, results)) == 3
+
+
+def test_stored_measurements_need_their_facts(published, tmp_path):
+    results, records = published[0], tmp_path / "records"
+    shutil.copytree(results.parent / "records", records)
+    file = next(records.glob("*.json"))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"ceilings": {}, "dirty": None}))
+    assert missing_records(records, results) == [f"records/{file.name}: lacks dirty, ceilings"]
+    (records / "records.toml").write_text(f'[before_the_writer]\n"{file.name}" = "an old one"\n')
+    assert missing_records(records, results) == []
 
 
 def test_the_records_of_this_repository_are_accounted_for():
