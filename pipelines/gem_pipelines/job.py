@@ -236,7 +236,7 @@ def build(
     """Loader, model, tables and trainer of one job, at step 0."""
     seed_everything(config.train.seed, rank=runtime.rank)
     schema = within(trained_schema(data, config.data), config.data.max_length)
-    check_graphs(config, runtime.device, schema)
+    check_graphs(config, runtime.device, schema, world_size=runtime.world_size)
     cost = load_model(config.balance, schema, config.model)
     quarantine = Quarantine()
     loader = training_loader(config, data=data, cost=cost, runtime=runtime, quarantine=quarantine)

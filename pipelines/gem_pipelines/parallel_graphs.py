@@ -7,8 +7,9 @@ of the products. torch.cuda.make_graphed_callables records each with its backwar
 
 What a graph reads and writes lies at fixed addresses. So parameters must stay where they are: not with FSDP2, which
 gathers them elsewhere. And a gradient lies where the next backward writes: not with several micro-batches a step. Both
-are refused, and so are rows that are requests: their impressions are another number in every batch. A batch of another
-number of rows, and every pass without gradient, runs the part as it is.
+are refused, and so is what makes another number of rows in every batch: requests, of their impressions, and free counts
+of the balancer. A batch of another number of rows (the last of an epoch, or one that lacks damaged rows), and every
+pass without gradient, runs the part as it is.
 
 Only `forward` is replaced: names of parameters and checkpoints do not change. Bits do not either: the same kernels run.
 Cost: the activations of these parts stay allocated; a second or so at the start.
@@ -29,7 +30,7 @@ from gem_pipelines.errors import ConfigError
 Recorder = Callable[[tuple[nn.Module, ...], tuple[tuple[Tensor, ...], ...]], Any]
 
 
-def check_graphs(config: RunConfig, device: torch.device, schema: Schema) -> None:
+def check_graphs(config: RunConfig, device: torch.device, schema: Schema, *, world_size: int = 1) -> None:
     """Raise ConfigError where `model.graphs` cannot be had, with the reason."""
     if not config.model.graphs:
         return
@@ -51,6 +52,16 @@ def check_graphs(config: RunConfig, device: torch.device, schema: Schema) -> Non
             raise ConfigError(f"model.graphs needs {key} 1, got {value}: {why}")
     if config.balance.budget is not None:
         raise ConfigError("model.graphs needs no balance.budget: each backward writes gradients to the same place")
+    if config.balance.method == "global" and config.balance.counts == "free":
+        raise ConfigError(
+            "model.graphs needs balance.counts 'equal', got 'free' with balance.method 'global': every batch has "
+            "another number of rows on a process, which no graph fits"
+        )
+    if config.data.global_batch_size % world_size:
+        raise ConfigError(
+            f"model.graphs needs a data.global_batch_size that {world_size} processes share evenly, got "
+            f"{config.data.global_batch_size}: graphs are recorded for one number of rows"
+        )
 
 
 class _Finish(nn.Module):

@@ -184,6 +184,8 @@ def test_graphs_are_recorded_for_what_the_model_computes(kind):
         ({"parallel": {"expert": 2}}, "parallel.expert 1, got 2"),
         ({"data": {"accumulate": 2}}, "data.accumulate 1, got 2"),
         ({"balance": {"budget": 5.0}}, "no balance.budget"),
+        ({"balance": {"method": "global", "counts": "free"}}, "balance.counts 'equal', got 'free'"),
+        ({"data": {"global_batch_size": 33}}, "data.global_batch_size that 2 processes share evenly, got 33"),
     ],
 )
 def test_graphs_are_refused_where_they_would_be_wrong(section, words):
@@ -191,7 +193,7 @@ def test_graphs_are_refused_where_they_would_be_wrong(section, words):
     config = dataclasses.replace(base, model=dataclasses.replace(base.model, graphs=("heads",)))
     changed = {key: dataclasses.replace(getattr(config, key), **values) for key, values in section.items()}
     with pytest.raises(ConfigError, match=re.escape(words)):
-        check_graphs(dataclasses.replace(config, **changed), torch.device("cuda"), tiny_schema())
+        check_graphs(dataclasses.replace(config, **changed), torch.device("cuda"), tiny_schema(), world_size=2)
     check_graphs(config, torch.device("cuda"), tiny_schema())
     with pytest.raises(ConfigError, match=r"need train\.device 'cuda'"):
         check_graphs(config, torch.device("cpu"), tiny_schema())
