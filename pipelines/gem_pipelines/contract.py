@@ -20,7 +20,7 @@ from gem_pipelines.errors import RunError
 
 REQUIRED: dict[str, tuple[int, int]] = {
     "gem_data": (1, 7),
-    "gem_embeddings": (1, 4),
+    "gem_embeddings": (1, 5),
     "gem_attention": (1, 1),
     "gem_comm": (1, 1),
 }

@@ -233,6 +233,7 @@ def _place_tables(
         sharding=_sharding(specs, config, parallel, dist.get_world_size(group)),
         cache_share=config.cache_share,
         planner=None if config.planner is None else planner_inputs(config.planner, rows_per_rank),
+        timeout=runtime.timeout,
     )
 
 

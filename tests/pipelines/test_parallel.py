@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from gem_comm.reference import run_ranks, thread_groups
+from gem_embeddings.api import SHARDINGS
+from gem_embeddings.testing import SPECS, shardable
 from gem_pipelines import parallel_mesh
-from gem_pipelines.config import ParallelConfig, RunConfig
+from gem_pipelines.config import ParallelConfig, RunConfig, TablesConfig
 from gem_pipelines.errors import ConfigError
 from gem_pipelines.model.config import InteractionConfig
 from gem_pipelines.model.dhen import Dhen
@@ -21,10 +23,12 @@ from gem_pipelines.model.testing import KINDS, make_config, make_inputs, make_sc
 from gem_pipelines.model.wukong import WukongExperts
 from gem_pipelines.parallel_experts import ExpertGroup, ExpertParts, ExpertSum, place_experts
 from gem_pipelines.parallel_mesh import mesh_spec
-from gem_pipelines.parallelize import _table_group
+from gem_pipelines.parallelize import _place_tables, _table_group
 from gem_pipelines.recipes import find_recipe
 from gem_pipelines.runtime import Runtime
 from torch import nn
+from torch.distributed import distributed_c10d
+from torchrec.distributed import comm as torchrec_comm
 
 TOKENS, DIM = 7, 6
 
@@ -55,6 +59,27 @@ def test_the_tables_group_waits_as_long_as_the_job_says(runtime, monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda **given: made.append(given))
     _table_group(dataclasses.replace(runtime, world_size=2, device=torch.device("cuda")))
     assert made == [{"timeout": timedelta(seconds=60), "group_desc": "tables"}]  # what the fixture starts with
+
+
+@pytest.mark.parametrize("kind", SHARDINGS)
+def test_every_group_made_for_the_tables_waits_as_long_as_the_job_says(runtime, monkeypatch, kind):
+    """Those too that TorchRec makes for tables that lie on a host, and keeps for the process."""
+    made, make = [], distributed_c10d._new_process_group_helper
+
+    def noted(*given: Any, **named: Any) -> Any:
+        group, store = make(*given, **named)
+        made.append(group)
+        return group, store
+
+    for name in ("_INTRA_PG", "_CROSS_PG"):  # of jobs before in this process
+        monkeypatch.setattr(torchrec_comm, name, None)
+    monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", noted)
+    config = TablesConfig(sharding=tuple(f"{table}={kind}" for table in shardable(kind)))
+    given = {"parallel": ParallelConfig(), "meshes": None, "seed": 0, "runtime": runtime, "rows_per_rank": 8}
+    _place_tables(SPECS, config, {}, **given)
+    assert len(made) == (2 if kind in ("table_row_wise", "grid") else 0)  # within the host, and between hosts
+    limits = [group._get_backend(torch.device("cpu")).options._timeout for group in made]
+    assert limits == [timedelta(seconds=60)] * len(made)
 
 
 def test_averages_and_checkpoints_must_meet():

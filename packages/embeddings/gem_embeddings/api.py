@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 from gem_embeddings.interface import ManagedIds, PlannerInputs, Policy, Replicas, RowWiseAdagrad, Tables, TableSpec
@@ -31,6 +32,7 @@ def build_tables(
     planner: PlannerInputs | None = None,
     cache_share: float | None = None,
     managed: Mapping[str, ManagedIds] | None = None,
+    timeout: timedelta | None = None,
 ) -> Tables:
     """All tables of `specs`, initialised from `seed` and the tables' names, with the optimizer fused into backward.
 
@@ -49,6 +51,8 @@ def build_tables(
                    None: on the device. The result does not depend on it. Without replicas
     policies       feature -> "error" (default), "drop" or "hash": what happens to ids outside the table
     managed        table name -> ManagedIds: tables whose ids earn their rows; their features need no policy
+    timeout        how long a collective may take over groups that TorchRec makes itself, within hosts and between them
+                   ("table_row_wise", "grid"); None: as torch has it for a new group. process_group keeps its own
 
     Gradients: a row receives the sum over ranks divided by the world size W (all copies' ranks), as in DDP. For the
     mean over a global batch of G rows, every rank's loss is W / G * sum over its own rows. All must run the same
@@ -95,6 +99,7 @@ def build_tables(
             planner=planner,
             cache_share=cache_share,
             managed=managed,
+            timeout=timeout,
         )
     raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -83,6 +84,17 @@ def ranks_of_a_host(group: Any) -> int:
     _be_quiet()
     world = dist.get_world_size()
     return get_topology_group_world_size(world) if dist.get_world_size(group) == world else 0
+
+
+def limit_host_groups(device: torch.device, timeout: timedelta) -> None:
+    """Let collectives within a host and between hosts take `timeout`. TorchRec makes these two groups itself, once a
+    process, takes no limit for them, and torch does not hand on that of the default group: they would have 30 minutes
+    over gloo, 10 over NCCL.
+    """
+    from torchrec.distributed.comm import intra_and_cross_node_pg
+
+    for group in intra_and_cross_node_pg(device):  # those that the tables got: it makes them only once
+        group.set_timeout(timeout)
 
 
 def _parameter_sharding(layout: Layout, kernel: str, group: Any, device: torch.device) -> Any:

@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-INTERFACE_VERSION = (1, 4)
+INTERFACE_VERSION = (1, 5)
 
 Pooling = Literal["none", "sum", "mean"]
 Policy = Literal["error", "drop", "hash"]

@@ -19,6 +19,7 @@ Cost of a `table_state`: one all-reduce of each whole table, one table after ano
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,10 +31,10 @@ from gem_embeddings.ahead import Started, on_stream
 from gem_embeddings.averaged import AveragedCopies, scaled_optimizer
 from gem_embeddings.copies import Copies, SingleCopy, SummedCopies
 from gem_embeddings.dense_tables import DenseTables
-from gem_embeddings.distribute import distribute, ranks_of_a_host
+from gem_embeddings.distribute import distribute, limit_host_groups, ranks_of_a_host
 from gem_embeddings.initial import initial_rows, initial_values
 from gem_embeddings.interface import ManagedIds, PlannerInputs, Policy, Prepared, Replicas, RowWiseAdagrad, TableSpec
-from gem_embeddings.layout import CUT_BY_ROWS, WHOLE_JOB, check_sharding, parse_sharding, place
+from gem_embeddings.layout import CUT_BY_ROWS, ON_A_HOST, WHOLE_JOB, check_sharding, parse_sharding, place
 from gem_embeddings.local_tables import LocalTable, find_local_tables
 from gem_embeddings.managed import ManagedTables, check_id_state
 from gem_embeddings.planned import plan_tables
@@ -66,6 +67,7 @@ class TorchRecTables(nn.Module):
         planner: PlannerInputs | None = None,
         cache_share: float | None = None,
         managed: Mapping[str, ManagedIds] | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
         if not (dist.is_available() and dist.is_initialized()):
@@ -99,6 +101,8 @@ class TorchRecTables(nn.Module):
         self._model = distribute(
             collections, specs, fused, self.group, self.device, layouts=self._layouts, cache_share=cache_share
         )
+        if timeout is not None and any(layout.kind in ON_A_HOST for layout in self._layouts.values()):
+            limit_host_groups(self.device, timeout)
         by_name = {spec.name: spec for spec in specs}
         local = find_local_tables(self._model)
         for table in local:
