@@ -68,39 +68,21 @@ def build_tables(
     check_managed(specs, managed or {}, policies or {})
     if replicas is not None:
         check_replicas(replicas)
+    shared: dict[str, Any] = {"optimizer": optimizer, "seed": seed, "process_group": process_group, "device": device}
+    shared |= {"policies": policies, "managed": managed}
     if impl == "reference":
         if cache_share is not None or replicas is not None:
             _refuse_copies_and_caches(replicas)
         from gem_embeddings.reference import ReferenceTables
 
         check_sharding(specs, sharding, ranks=1, host=1)
-        return ReferenceTables(
-            specs,
-            optimizer=optimizer,
-            seed=seed,
-            process_group=process_group,
-            device=device,
-            policies=policies,
-            column_parts={name: parse_sharding(kind)[1] for name, kind in sharding.items()},
-            managed=managed,
-        )
+        parts = {name: parse_sharding(kind)[1] for name, kind in sharding.items()}
+        return ReferenceTables(specs, column_parts=parts, **shared)
     if impl == "torchrec":
         from gem_embeddings.torchrec_tables import TorchRecTables
 
-        return TorchRecTables(
-            specs,
-            optimizer=optimizer,
-            seed=seed,
-            process_group=process_group,
-            device=device,
-            sharding=sharding,
-            replicas=replicas,
-            policies=policies,
-            planner=planner,
-            cache_share=cache_share,
-            managed=managed,
-            timeout=timeout,
-        )
+        placing: dict[str, Any] = {"sharding": sharding, "replicas": replicas, "planner": planner}
+        return TorchRecTables(specs, cache_share=cache_share, timeout=timeout, **placing, **shared)
     raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
 
 
