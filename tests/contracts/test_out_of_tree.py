@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import textwrap
+import unittest
 from datetime import timedelta
 from pathlib import Path
 
+import gem_data.testing
 import pytest
-from gem_data.testing import Case, Quirks, conformance_cases
+from gem_data.api import build_loader
+from gem_data.testing import Quirks, conformance_cases
 from gem_pipelines.config_overrides import apply_overrides
 from gem_pipelines.data_source import prepare_named
 from gem_pipelines.job import build, loader_config
@@ -16,19 +21,70 @@ from gem_pipelines.recipes import find_recipe
 from gem_pipelines.rundir import RunDirectory, read_records
 from gem_pipelines.runtime import start_runtime
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ledger_loader.py"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "out-of-tree.md"
+EXAMPLE = DOCUMENT.parent / "examples" / "ledger_loader.py"
 spec = importlib.util.spec_from_file_location("ledger_loader", EXAMPLE)
 assert spec is not None
 assert spec.loader is not None
 example = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(example)
+LedgerLoader = example.LedgerLoader
+(SNIPPET,) = re.findall(r"```{code-block} python\n(@pytest.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+exec(SNIPPET)  # defines test_conformance, as the document says it
 
 
-@pytest.mark.parametrize("case", conformance_cases(Quirks()), ids=lambda case: case.name)
-def test_it_proves_itself(case: Case, tmp_path: Path):
-    if case.skipped:
-        pytest.skip(case.skipped)
-    case.run(lambda directory, **arguments: example.LedgerLoader(directory, **arguments), tmp_path)
+def test_the_suite_says_the_same_as_the_document():
+    said = gem_data.testing.__doc__.split("    from gem_data.testing import Quirks, conformance_cases\n")[1]
+    assert textwrap.dedent(said) == SNIPPET.replace("LedgerLoader", "MyLoader")
+
+
+class NoResume:
+    """A loader without a state, and without what belongs to it."""
+
+    def __init__(self, directory, **arguments):
+        inner = build_loader(directory, **arguments)
+        for name in ("schema", "rows_per_epoch", "batches_per_epoch", "epoch", "close"):
+            setattr(self, name, getattr(inner, name))
+
+
+class Outcomes:
+    """A pytest plugin that keeps what became of each test."""
+
+    def __init__(self):
+        self.found = {}
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            self.found[report.nodeid.partition("[")[2].rstrip("]")] = report.outcome
+
+
+def test_cases_that_quirks_leave_out_are_skipped_by_pytest(tmp_path):
+    text = SNIPPET.replace("Quirks()", "Quirks(resumes=False)").replace("LedgerLoader", "NoResume")
+    head = "import pytest\nfrom gem_data.testing import Quirks, conformance_cases\n"
+    (tmp_path / "test_it.py").write_text(f"{head}from {__name__} import NoResume\n{text}")
+    outcomes = Outcomes()
+    without = [f"-pno:{name}" for name in ("terminal", "hypothesispytest", "cacheprovider", "unraisableexception")]
+    options = [*without, "-c", "/dev/null", "--rootdir", str(tmp_path)]
+    pytest.main([*options, "-k", "mark_trained or trained or foreign or drop_last", str(tmp_path)], [outcomes])
+    assert outcomes.found == {
+        "drop_last": "passed",
+        "setting: drop_last": "passed",
+        "mark_trained refuses what was not yielded": "skipped",
+        "the state is of what was trained": "skipped",
+        "refuses a foreign state and changes nothing": "skipped",
+    }
+
+
+def test_no_case_left_out_touches_the_loader(tmp_path):
+    def factory(directory, **arguments):
+        raise AssertionError("a case that is left out built a loader")
+
+    quirks = Quirks(resumes=False, requests=False, shuffles=False, skipped_settings={"cost": "no"})
+    skipped = [case for case in conformance_cases(quirks) if case.skipped]
+    assert len(skipped) > 20
+    for case in skipped:
+        with pytest.raises(unittest.SkipTest, match=re.escape(case.skipped)):
+            case.run(factory, tmp_path)
 
 
 def test_it_runs_in_the_job_unchanged(tmp_path):

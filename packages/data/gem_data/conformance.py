@@ -1,8 +1,9 @@
 """What every Loader must do, as a list of cases to run with any implementation (public through gem_data.testing).
 
-Each case gets a factory and an empty directory, writes the tiny data set it needs and asserts; it imports no test
-framework. `Quirks` is data: what an implementation leaves out is named there, so that it shows as skipped, not as
-passed. Batches are compared bit for bit: reading has no rounding.
+Each case gets a factory and an empty directory, writes the tiny data set it needs and asserts; it needs no test
+framework. `Quirks` is data: what an implementation leaves out shows as skipped, not as passed. Batches are compared
+bit for bit: reading has no rounding. conformance_settings.py has the cases of LoaderConfig, conformance_requests.py
+those of requests.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+import unittest
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +47,8 @@ class Quirks:
     shuffles              shuffle=True works
     skipped_damages       kinds of gem_data.testing.DAMAGES that it does not notice
     requests              it reads data whose rows are requests
+    skipped_settings      field of LoaderConfig -> why it is left out. A loader refuses, with a ValueError, what it
+                          leaves out and what would change the batches: {"base_batch": "rows come in file order"}
     """
 
     world_sizes: tuple[int, ...] = (1, 2, 3, 4, 8)
@@ -54,13 +58,15 @@ class Quirks:
     shuffles: bool = True
     skipped_damages: tuple[str, ...] = ()
     requests: bool = True
+    skipped_settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One thing to prove: `run(factory, empty_directory)` raises AssertionError where it fails.
 
-    skipped  why the quirks leave it out; None = it runs
+    skipped  why the quirks leave it out: `run` then raises unittest.SkipTest, which pytest too shows as skipped. None =
+             it runs
     """
 
     name: str
@@ -92,6 +98,7 @@ def batch_difference(left: Batch, right: Batch) -> str | None:
 def conformance_cases(quirks: Quirks) -> list[Case]:
     """All cases, those that the quirks leave out marked as skipped."""
     from gem_data.conformance_requests import request_cases
+    from gem_data.conformance_settings import settings_cases
 
     shuffle = None if quirks.shuffles else "quirk: does not shuffle"
     resume = None if quirks.resumes else "quirk: does not resume"
@@ -109,7 +116,6 @@ def conformance_cases(quirks: Quirks) -> list[Case]:
         Case(name="order from seed and epoch alone", run=_seeded, skipped=shuffle),
         Case(name="the same global batches at any world size", run=bound(_any_world), skipped=shuffle or several),
         Case(name="ranks without rows", run=bound(_empty_ranks), skipped=several),
-        Case(name="keeps the latest events", run=_latest_events),
         Case(name="drop_last", run=_drop_last),
         Case(name="goes on after a break", run=_break),
         Case(name="an old iterator refuses", run=_old_iterator),
@@ -124,7 +130,15 @@ def conformance_cases(quirks: Quirks) -> list[Case]:
         if entry.kind in quirks.skipped_damages:
             skip = f"quirk: does not notice {entry.kind}"
         cases.append(Case(name=f"bad input: {entry.kind}", run=_bad_input(entry), skipped=skip))
-    return cases + request_cases(quirks)
+    cases += settings_cases(quirks) + request_cases(quirks)
+    return [case if case.skipped is None else replace(case, run=_skip(case.skipped)) for case in cases]
+
+
+def _skip(reason: str) -> Callable[[LoaderFactory, Path], None]:
+    def run(factory: LoaderFactory, directory: Path) -> None:
+        raise unittest.SkipTest(reason)
+
+    return run
 
 
 @functools.cache
@@ -151,11 +165,11 @@ def _config(**changes: Any) -> LoaderConfig:
     return LoaderConfig(**{**_CONFIG.__dict__, **changes})
 
 
-def _samples(batches: Iterable[Batch]) -> list[int]:
+def samples_of(batches: Iterable[Batch]) -> list[int]:
     return [sample for batch in batches for sample in batch.sample_ids.tolist()]
 
 
-def _assert_same(left: Sequence[Batch], right: Sequence[Batch], what: str) -> None:
+def assert_same(left: Sequence[Batch], right: Sequence[Batch], what: str) -> None:
     assert len(left) == len(right), f"{what}: {len(left)} batches != {len(right)}"
     for one, other in zip(left, right, strict=True):
         difference = batch_difference(one, other)
@@ -224,7 +238,7 @@ def _file_order(factory: LoaderFactory, directory: Path) -> None:
         config = LoaderConfig(global_batch_size=16, shuffle=False, prefetch=prefetch)
         loader = factory(directory, split="eval", config=config)
         batches = list(loader.epoch())
-        assert _samples(batches) == list(range(100, 130))
+        assert samples_of(batches) == list(range(100, 130))
         assert [batch.global_rows for batch in batches] == [16, 14]
         assert (loader.schema, loader.rows_per_epoch, loader.batches_per_epoch) == (schema, 30, 2)
 
@@ -235,7 +249,7 @@ def _exactly_once(factory: LoaderFactory, directory: Path) -> None:
         loader = factory(directory, split="train", config=_config(logical_shards=shards))
         for epoch in range(2):
             batches = list(loader.epoch())
-            assert sorted(_samples(batches)) == list(range(100)), f"{shards} shards, epoch {epoch}"
+            assert sorted(samples_of(batches)) == list(range(100)), f"{shards} shards, epoch {epoch}"
             assert [batch.step for batch in batches] == list(range(7 * epoch, 7 * epoch + 7))
             assert [batch.global_rows for batch in batches] == [16] * 6 + [4]
 
@@ -245,17 +259,15 @@ def _seeded(factory: LoaderFactory, directory: Path) -> None:
     loader = factory(directory, split="train", config=_config())
     first, second = list(loader.epoch()), list(loader.epoch())
     again = factory(directory, split="train", config=_config(prefetch=0))
-    _assert_same(first + second, list(again.epoch()) + list(again.epoch()), "same seed")
+    assert_same(first + second, list(again.epoch()) + list(again.epoch()), "same seed")
     other = list(factory(directory, split="train", config=_config(seed=8)).epoch())
-    orders = [_samples(first), _samples(second), _samples(other), list(range(100))]
+    orders = [samples_of(first), samples_of(second), samples_of(other), list(range(100))]
     assert len({tuple(order) for order in orders}) == 4, "epochs, seeds and file order must all differ"
 
 
 def _ranks(factory: LoaderFactory, directory: Path, config: LoaderConfig, world: int, split: str) -> list[list[Batch]]:
-    return [
-        list(factory(directory, split=split, config=config, rank=rank, world_size=world).epoch())
-        for rank in range(world)
-    ]
+    made = (factory(directory, split=split, config=config, rank=rank, world_size=world) for rank in range(world))
+    return [list(loader.epoch()) for loader in made]
 
 
 def _assert_split(whole: Sequence[Batch], parts: Sequence[Sequence[Batch]], world: int) -> None:
@@ -298,21 +310,6 @@ def _empty_ranks(factory: LoaderFactory, directory: Path, quirks: Quirks) -> Non
         assert (tuple(batch.labels.shape), tuple(batch.row_index.shape)) == ((0, 2), (0, 3))
 
 
-def _latest_events(factory: LoaderFactory, directory: Path) -> None:
-    schema = write_tiny(directory)
-    rows = _rows_of(directory, schema, "eval")
-    for limit in (0, 1, 3, 100):
-        config = LoaderConfig(global_batch_size=30, shuffle=False, max_length=limit)
-        (batch,) = factory(directory, split="eval", config=config).epoch()
-        for info in schema.streams:
-            keep = min(limit, info.max_length)
-            stream = batch.streams[info.name]
-            for place, sample in enumerate(batch.sample_ids.tolist()):
-                times = rows[sample][1][f"stream.{info.name}.time"]
-                start, stop = stream.offsets[place : place + 2].tolist()
-                assert stream.times[start:stop].tolist() == times[max(len(times) - keep, 0) :]
-
-
 def _drop_last(factory: LoaderFactory, directory: Path) -> None:
     write_tiny(directory)
     loader = factory(directory, split="train", config=_config(drop_last=True, shuffle=False))
@@ -332,7 +329,7 @@ def _break(factory: LoaderFactory, directory: Path) -> None:
         if len(seen) == 3:
             break
     seen += list(loader.epoch())
-    assert _samples(seen) == list(range(100)), "epoch() goes on after the last batch yielded"
+    assert samples_of(seen) == list(range(100)), "epoch() goes on after the last batch yielded"
     loader.close()
     loader.close()
     assert [batch.step for batch in loader.epoch()] == list(range(7, 14))
@@ -365,10 +362,6 @@ def _mark_refuses(factory: LoaderFactory, directory: Path) -> None:
     assert (loader.state_dict()["step"], loader.state_dict()["samples"]) == (6, 96)
 
 
-def _two_epochs(loader: Loader) -> list[Batch]:
-    return [*loader.epoch(), *loader.epoch()]
-
-
 def _resume_everywhere(factory: LoaderFactory, directory: Path) -> None:
     write_tiny(directory)
     for config in (_config(), _config(drop_last=True, logical_shards=1)):
@@ -385,7 +378,7 @@ def _resume_everywhere(factory: LoaderFactory, directory: Path) -> None:
             assert resumed.state_dict() == state, f"step {step}: loading and saving changes nothing"
             epochs_left = 2 - step // resumed.batches_per_epoch
             rest = [batch for _ in range(epochs_left) for batch in resumed.epoch()]
-            _assert_same(rest, batches[step:], f"resumed at step {step}")
+            assert_same(rest, batches[step:], f"resumed at step {step}")
 
 
 def _state_of_trained(factory: LoaderFactory, directory: Path) -> None:
@@ -405,7 +398,8 @@ def _state_of_trained(factory: LoaderFactory, directory: Path) -> None:
 
 def _elastic(factory: LoaderFactory, directory: Path, quirks: Quirks) -> None:
     write_tiny(directory)
-    whole = _two_epochs(factory(directory, split="train", config=_config()))
+    straight = factory(directory, split="train", config=_config())
+    whole = [*straight.epoch(), *straight.epoch()]
     state, step, ledger = None, 0, Counter[int]()
     worlds = [world for world in quirks.world_sizes for _ in range(2)]
     while step < 14:

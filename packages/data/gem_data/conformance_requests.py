@@ -51,7 +51,7 @@ def _files() -> tuple[Schema, dict[str, bytes]]:
         return schema, {path.name: path.read_bytes() for path in (Path(parent) / "tiny").iterdir()}
 
 
-def _write(directory: Path) -> Schema:
+def write_requests(directory: Path) -> Schema:
     """The tiny requests, whose bytes are made once a process."""
     schema, files = _files()
     directory.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def _counts(directory: Path, schema: Schema, split: str) -> list[dict[str, Any]]
 
 
 def _same_requests(factory: LoaderFactory, directory: Path) -> None:
-    schema = _write(directory)
+    schema = write_requests(directory)
     rows = iter(_counts(directory, schema, "train"))
     once = schema.request_keys()
     for batch in factory(directory, split="train", config=LoaderConfig(global_batch_size=7, shuffle=False)).epoch():
@@ -107,7 +107,7 @@ def _id_columns(schema: Schema) -> dict[str, str]:
 
 
 def _exactly_once(factory: LoaderFactory, directory: Path) -> None:
-    schema = _write(directory)
+    schema = write_requests(directory)
     samples = [sample for row in _counts(directory, schema, "train") for sample in row["sample_id"]]
     loader = factory(directory, split="train", config=_CONFIG)
     orders = []
@@ -131,7 +131,7 @@ def _joined(parts: list[Batch]) -> dict[str, Any]:
 
 
 def _any_world(worlds: list[int], factory: LoaderFactory, directory: Path) -> None:
-    _write(directory)
+    write_requests(directory)
     # with one shard ranks share row groups, with four each of the first worlds has its own
     for shards, served in ((1, worlds[:1]), (4, [worlds[0], worlds[-1]])):
         config = LoaderConfig(**{**_CONFIG.__dict__, "logical_shards": shards})
@@ -149,7 +149,7 @@ def _any_world(worlds: list[int], factory: LoaderFactory, directory: Path) -> No
 
 
 def _empty_ranks(worlds: list[int], factory: LoaderFactory, directory: Path) -> None:
-    _write(directory)
+    write_requests(directory)
     config, world = LoaderConfig(global_batch_size=1, shuffle=False), max(worlds)
     batches = [
         next(factory(directory, split="train", config=config, rank=rank, world_size=world).epoch())
@@ -164,7 +164,7 @@ def _empty_ranks(worlds: list[int], factory: LoaderFactory, directory: Path) -> 
 
 
 def _elastic(worlds: list[int], factory: LoaderFactory, directory: Path) -> None:
-    _write(directory)
+    write_requests(directory)
     whole = factory(directory, split="train", config=_CONFIG)
     batches = [*whole.epoch(), *whole.epoch()]
     state: dict[str, Any] | None = None
@@ -222,7 +222,7 @@ _SPOILT: dict[str, tuple[Spoil, str]] = {
 
 
 def _bad_request(spoil: Spoil, column: str, factory: LoaderFactory, directory: Path) -> None:
-    _write(directory)
+    write_requests(directory)
     row = GROUP * _GROUP_ROWS + ROW
     while not pq.read_table(directory / FILE, columns=["stream.views.time"])[0][row].as_py():
         row += 1  # the row must have an event to spoil

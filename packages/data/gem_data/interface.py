@@ -204,7 +204,8 @@ class Batch:
     labels       (B, T) float32 in {0, 1}, tasks in schema order
     weights      (B, T) float32 >= 0
     dense        (B, F) float32, features in schema order
-    ids          KeyedJaggedTensor, keys = Schema.id_features(), stride B; scalars have length 1 in every row
+    ids          KeyedJaggedTensor, keys = Schema.id_features(), stride B; scalars have length 1 in every row. Values
+                 and lengths are int64; it has no weights
     streams      stream name -> EventStream of R rows
     row_index    (B, 3) int64: file (index into Schema.files), row group, row within the group
     global_rows  rows of the whole global batch over all ranks

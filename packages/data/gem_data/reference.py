@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from gem_data.interface import Batch, DataError, EventStream, LoaderConfig, Sche
 from gem_data.reference_balance import reference_base_order, reference_load
 from gem_data.rows import Where, check_types
 from gem_data.schema import columns, is_impression, read_schema, select, stream_columns
-from gem_data.validation import check_config
+from gem_data.validation import check_config, check_open_ids
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -43,7 +43,8 @@ class ReferenceLoader:
         check_config(config, rank=rank, world_size=world_size)
         self.schema = select(read_schema(directory), features=config.features, labels=config.labels)
         self._config, self._split, self._rank, self._world_size = config, split, rank, world_size
-        self._rows, self._files = _read_rows(Path(directory), self.schema, split)
+        check_open_ids(config.open_ids, self.schema)
+        self._rows, self._files = _read_rows(Path(directory), self.schema, split, config.open_ids)
         rows, size = len(self._rows), config.global_batch_size
         self.batches_per_epoch = rows // size if config.drop_last else math.ceil(rows / size)
         self.rows_per_epoch = self.batches_per_epoch * size if config.drop_last else rows
@@ -310,7 +311,9 @@ def _groups(rows: Mapping[Place, Row]) -> list[Place]:
     return [(file, group, count) for (file, group), count in counts.items()]
 
 
-def _read_rows(directory: Path, schema: Schema, split: str) -> tuple[dict[Place, Row], list[dict[str, Any]]]:
+def _read_rows(
+    directory: Path, schema: Schema, split: str, open_ids: Collection[str]
+) -> tuple[dict[Place, Row], list[dict[str, Any]]]:
     rows: dict[Place, Row] = {}
     files = []
     names = [column.name for column in columns(schema)]
@@ -330,7 +333,7 @@ def _read_rows(directory: Path, schema: Schema, split: str) -> tuple[dict[Place,
                 row = dict(zip(names, values, strict=True))
                 check_request(schema, row, where, number)
                 for one in plain_rows(schema, row):
-                    check_row(schema, one, where, number)
+                    check_row(schema, one, where, number, open_ids)
                 rows[index, group, number] = row
         if file.metadata.num_rows != info.rows:
             raise DataError(f"{info.path}: {info.rows} rows expected, came {file.metadata.num_rows}", file=info.path)
@@ -371,14 +374,17 @@ def check_request(schema: Schema, row: Row, where: Where, number: int) -> None:
             )
 
 
-def check_row(schema: Schema, row: Row, where: Where, number: int) -> None:
-    """Every rule of the layout for one row; the first broken one raises DataError."""
+def check_row(schema: Schema, row: Row, where: Where, number: int, open_ids: Collection[str] = ()) -> None:
+    """Every rule of the layout for one row; the first broken one raises DataError. open_ids: LoaderConfig."""
 
     def expect(valid: bool, column: str, expected: str) -> None:
         if not valid:
             raise where.error(
                 column=column, row=number, expected=expected, came=f"{row[column]!r}", todo="Fix the row."
             )
+
+    def in_table(ids: list[int], key: str, table: str) -> bool:
+        return key in open_ids or all(0 <= i < tables[table] for i in ids)
 
     tables = schema.table_rows()
     for name, value in row.items():
@@ -388,10 +394,11 @@ def check_row(schema: Schema, row: Row, where: Where, number: int) -> None:
         if label.weighted:
             expect(0 <= row[f"weight.{label.name}"] < math.inf, f"weight.{label.name}", "a finite number >= 0")
     for feature in schema.scalars:
-        expect(0 <= row[f"id.{feature.name}"] < tables[feature.table], f"id.{feature.name}", "an id of its table")
+        ids = [row[f"id.{feature.name}"]]
+        expect(in_table(ids, feature.name, feature.table), f"id.{feature.name}", "an id of its table")
     for feature in schema.lists:
         ids = row[f"ids.{feature.name}"]
-        expect(all(0 <= i < tables[feature.table] for i in ids), f"ids.{feature.name}", "ids of their table")
+        expect(in_table(ids, feature.name, feature.table), f"ids.{feature.name}", "ids of their table")
     for name in schema.dense:
         expect(math.isfinite(row[f"dense.{name}"]), f"dense.{name}", "a finite number")
     for stream in schema.streams:
@@ -401,7 +408,8 @@ def check_row(schema: Schema, row: Row, where: Where, number: int) -> None:
             expect(len(row[f"{prefix}.{part}"]) == len(first), f"{prefix}.{part}", f"{len(first)} events")
         for feature in stream.fields:
             ids = row[f"{prefix}.{feature.name}"]
-            expect(all(0 <= i < tables[feature.table] for i in ids), f"{prefix}.{feature.name}", "ids of their table")
+            known = in_table(ids, f"{stream.name}.{feature.name}", feature.table)
+            expect(known, f"{prefix}.{feature.name}", "ids of their table")
         actions, times = row[f"{prefix}.action"], row[f"{prefix}.time"]
         expect(all(0 <= a < 1 << stream.action_bits for a in actions), f"{prefix}.action", "a mask of its bits")
         expect(times == sorted(times), f"{prefix}.time", "times that do not decrease")
