@@ -18,10 +18,11 @@ sys.path += [str(HERE), str(HERE.with_name("reliability"))]
 
 
 def pytest_sessionfinish() -> None:
-    """End the process that ranks were forked from, where there was one."""
+    """End the processes that ranks were forked from, where there were any."""
     forked_ranks = sys.modules.get("forked_ranks")
-    if forked_ranks is not None and forked_ranks.zygote.cache_info().currsize:
-        forked_ranks.zygote().close()
+    if forked_ranks is not None:
+        for zygote in forked_ranks.ZYGOTES.values():
+            zygote.close()
 
 
 @pytest.fixture

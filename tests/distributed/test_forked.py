@@ -38,3 +38,14 @@ def test_a_rank_that_does_not_end_is_told(tmp_path):
         """
     with pytest.raises(pytest.fail.Exception, match=r"codes \[0, None\] after 0.5 s"):
         run_worker(worker(tmp_path, code), [], world=2, seconds=0.5)
+
+
+def test_ranks_have_other_orders_of_sets(tmp_path):
+    code = """
+        import os
+        def main():
+            print(os.environ["RANK"], hash("seven"))
+        """
+    said = run_worker(worker(tmp_path, code), [], world=3)
+    found = dict(line.split() for line in said.splitlines())
+    assert found["0"] == found["2"] != found["1"]

@@ -58,31 +58,47 @@ class Zygote:
         output: Path,
         faults: dict[int, dict[str, Any]] | None = None,
         environment: dict[str, str] | None = None,
-        worker: Path | None = None,
     ) -> list[int]:
-        """Processes of all ranks of one job, with more in their environment; they meet at `port`.
-
-        worker: a file whose main(*arguments) each runs; gemline otherwise, where one process is started without ranks.
-        """
+        """Processes of all ranks of one job, with more in their environment; they meet at `port`."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self.port = port = free.getsockname()[1]
-        pids = []
-        for rank in range(world):
-            ranked = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-            ranked |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            fault, more = (faults or {}).get(rank), environment or {}
-            command = {
-                "start": arguments,
-                "environment": (ranked if world > 1 or worker else {}) | more,
-                "fault": fault,
-            }
-            command |= {"output": str(output), "worker": str(worker) if worker else None}
-            pids.append(self.ask(command)["pid"])
-        self.running |= set(pids)
-        for pid in pids:
-            self._codes.pop(pid, None)  # the number may have been another process's
-        return pids
+            self.port = free.getsockname()[1]
+        return [
+            self.fork(
+                arguments,
+                rank=rank,
+                world=world,
+                port=self.port,
+                output=output,
+                fault=(faults or {}).get(rank),
+                environment=environment,
+            )
+            for rank in range(world)
+        ]
+
+    def fork(
+        self,
+        arguments: list[str],
+        *,
+        rank: int,
+        world: int,
+        port: int,
+        output: Path,
+        fault: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+        worker: Path | None = None,
+    ) -> int:
+        """One rank. worker: the file whose main(*arguments) it runs, in the place of gemline; gemline alone in its
+        world is started without a rank, as a user starts it.
+        """
+        ranked = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        ranked |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = {"start": arguments, "environment": (ranked if world > 1 or worker else {}) | (environment or {})}
+        command |= {"fault": fault, "output": str(output), "worker": str(worker) if worker else None}
+        pid = int(self.ask(command)["pid"])
+        self.running.add(pid)
+        self._codes.pop(pid, None)  # the number may have been another process's
+        return pid
 
     def wait(self, pids: list[int], *, seconds: float) -> list[int | None]:
         """Exit codes; None for a process that still runs after `seconds`."""
