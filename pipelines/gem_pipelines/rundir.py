@@ -23,6 +23,7 @@ import math
 import os
 import platform
 import re
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,7 @@ def write_text(path: Path, text: str) -> None:
     sync_directory(path.parent)
 
 
+@cache
 def _processor() -> str:
     """The processor's name, as Linux tells it; elsewhere what Python knows."""
     with contextlib.suppress(OSError):
@@ -218,14 +220,22 @@ def _processor() -> str:
     return platform.processor() or "unknown"
 
 
-def collect_versions() -> dict[str, Any]:
-    """Versions of what computed a run, and on what."""
+@cache
+def _distributions() -> dict[str, str]:
+    """Name -> version of what is installed, as the process first found it, since what it has loaded stays.
+
+    Asked once, too, because every checkpoint asks while training stands still, and looking through the folders of
+    sys.path and parsing what lies there is most of what Python does for a snapshot of a small model.
+    """
     found = {}
     for name in _DISTRIBUTIONS:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    return found
+
+
+def collect_versions() -> dict[str, Any]:
+    """Versions of what computed a run, and on what."""
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -233,6 +243,6 @@ def collect_versions() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        **found,
+        **_distributions(),
         "interfaces": {name: list(version) for name, version in installed_versions().items()},
     }
