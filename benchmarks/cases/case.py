@@ -13,6 +13,7 @@ what the times are for.
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,11 @@ class Case:
     def package(self) -> str:
         """The part before the dot."""
         return self.name.partition(".")[0]
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder for a case's files, two levels below the root whatever TMPDIR says: resolving costs calls a level."""
+    return tempfile.TemporaryDirectory(dir="/tmp")
 
 
 def prepare(case: Case) -> Any:

@@ -10,12 +10,13 @@
 
 An operator's internal scratch memory is not seen, nor is what a kernel does between reading and writing. Two passes are
 made, since the profile hook of the second would count the bookkeeping of the first. The call must be deterministic and
-run in the calling thread.
+run in the calling thread; it is counted with the garbage collector off, whose time to run depends on all that the
+process has allocated before. What depends on the machine (folders of sys.path, depth of a path) has no place in a
+counted call: benchmarks/exact.py finds it.
 """
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections import Counter
@@ -28,24 +29,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from cases.memory import no_collection
+
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 NOT_A_TRANSFER = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 
 
 def count_tensors(inputs: Any, run: Callable[[Any], Any]) -> dict[str, int]:
     """Counts of one call of `run`: the default `Case.count`."""
-    gc.collect()
-    gc.disable()  # a collection in between would free, and call finalizers, at a moment of its own
-    try:
-        for _ in range(
-            2
-        ):  # the first pass under a dispatch mode keeps some tensors longer; from the second on all agree
+    with no_collection():
+        for _ in range(2):  # the first pass under a dispatch mode keeps some tensors longer; from the second all agree
             with TensorCounter() as counter:
                 result = run(inputs)
             del result
-        return {**counter.totals(), "python_calls": python_calls(lambda: run(inputs))}
-    finally:
-        gc.enable()
+    return {**counter.totals(), "python_calls": python_calls(lambda: run(inputs))}
 
 
 def python_calls(function: Callable[[], Any]) -> int:
@@ -57,11 +54,12 @@ def python_calls(function: Callable[[], Any]) -> int:
         calls += event in ("call", "c_call")
 
     before = sys.getprofile()
-    sys.setprofile(on_event)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
+    with no_collection():
+        sys.setprofile(on_event)
+        try:
+            function()
+        finally:
+            sys.setprofile(before)
     return calls - 1  # the call of sys.setprofile that ends it
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cases.case import Case
+from cases.case import Case, scratch
 from cases.memory import count_all
 
 ROWS, BATCH = 1200, 200
@@ -30,7 +30,7 @@ def make(*, shape: str, shuffle: bool) -> Inputs:
     table = tiny_table(rows=ROWS, seed=5)
     if shape == "uniform":
         table = with_equal_lengths(table, 8)
-    directory = tempfile.TemporaryDirectory()
+    directory = scratch()
     write_dataset(directory.name + "/set", tiny_schema(), {"train": table}, rows_per_file=600, rows_per_group=200)
     return Inputs(directory=directory, table=table, shuffle=shuffle)
 
@@ -63,17 +63,12 @@ def run(inputs: Inputs) -> list[Any]:
 
 
 def check(inputs: Inputs, batches: list[Any]) -> None:
-    """Every row once, and as `check_rows` says."""
+    """Every row once; ids, labels and event times of every row as written, later events first to be kept."""
     import torch
 
     seen = torch.cat([batch.sample_ids for batch in batches])
     assert sorted(seen.tolist()) == inputs.table.column("sample_id").to_pylist()
-    check_rows(inputs.table, batches)
-
-
-def check_rows(table: Any, batches: list[Any]) -> None:
-    """Ids, labels and event times of every row as in the table, later events first to be kept."""
-    rows = {row["sample_id"]: row for row in table.to_pylist()}
+    rows = {row["sample_id"]: row for row in inputs.table.to_pylist()}
     for batch in batches:
         items = batch.ids["item"].values().tolist()
         views, times = batch.ids["views.item"], batch.streams["views"].times

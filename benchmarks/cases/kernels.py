@@ -1,7 +1,8 @@
 """The kernels as a GPU would get them, compiled for a GPU that is not here: what the compiler says of them.
 
-Registers, spilled loads and stores, shared memory and instructions, bf16, head dim 128, for sm_90 (Hopper) and sm_100
-(Blackwell; the Gluon kernels are Hopper's). Free of noise, and the first to move when a change spills.
+Registers, spilled loads and stores, shared memory and instructions, bf16, for sm_90 (Hopper) and sm_100 (Blackwell; the
+Gluon kernels are Hopper's). Head dim 128, and for HSTU and softmax also 64 and 256 (cases *_d64_*, *_d256_*), the other
+sizes that tiles are chosen for. Free of noise, and the first to move when a change spills.
 `missed_matrix_instructions`, of kernels with products, is 1 where one fell back to the older matrix instructions.
 Members of the family are chosen so that every kernel of the packages is compiled (tests/benchmarks/test_kernels.py
 lists them). Where several variants of one kernel are launched, each figure is the largest.
@@ -23,6 +24,7 @@ from typing import Any
 from cases.case import Case
 
 HEADS, DIM = 4, 128
+OTHER_DIMS = {"hstu": (64, 256), "softmax": (64, 256)}  # the Gluon kernels take 128 alone
 LENGTHS = (0, 3, 17, 64, 130)
 ROWS = 16  # of q a sample, where q is not the sequence itself
 CAPABILITIES = (90, 100)
@@ -37,35 +39,40 @@ EXPECTED = {
     "gluon": ("gluon_forward", "gluon_dq", "gluon_dkv"),
 }
 WITHOUT_PRODUCTS = {"tile_list", "time_sides", "stats", "gradient", "norm_gradient", "gate", "gate_gradient"}
+MEMBERS = (
+    *((kind, DIM) for kind in EXPECTED),
+    *((kind, dim) for kind, dims in OTHER_DIMS.items() for dim in dims),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Which member, for which compute capability."""
+    """Which member, for which compute capability and head dim."""
 
     kind: str
     capability: int
+    dim: int = DIM
 
 
-def spec_of(kind: str) -> Any:
+def spec_of(kind: str, dim: int) -> Any:
     from gem_attention.interface import AttentionSpec, BiasSpec, MaskSpec, TimeBuckets
 
     mask = MaskSpec(causal=True)
     if kind == "softmax":
-        return AttentionSpec(activation="softmax", scale=DIM**-0.5, mask=mask)
+        return AttentionSpec(activation="softmax", scale=dim**-0.5, mask=mask)
     if kind == "gdpa":
         return AttentionSpec(activation="gelu", scale=1 / 256, query="cross")
     bias = BiasSpec(where="inside_scale", max_positions=256, time=TimeBuckets(count=32)) if kind == "bias" else None
-    return AttentionSpec(activation="silu", scale=DIM**-0.5, divisor=256.0, mask=mask, bias=bias)
+    return AttentionSpec(activation="silu", scale=dim**-0.5, divisor=256.0, mask=mask, bias=bias)
 
 
-def problem_of(kind: str) -> Any:
+def problem_of(kind: str, dim: int = DIM) -> Any:
     import torch
     from gem_attention.triton_launch import Problem
 
     generator = torch.Generator().manual_seed(4)
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
-    q, k, v = torch.randn(3, int(offsets[-1]), HEADS, DIM, generator=generator).to(torch.bfloat16)
+    q, k, v = torch.randn(3, int(offsets[-1]), HEADS, dim, generator=generator).to(torch.bfloat16)
     given: dict[str, Any] = {}
     q_offsets = offsets
     if kind == "gdpa":
@@ -77,15 +84,15 @@ def problem_of(kind: str) -> Any:
             "timestamps": torch.arange(int(offsets[-1])) * 50,
         }
     return Problem(
-        q=q, k=k, v=v, spec=spec_of(kind), batch_size=len(LENGTHS), k_offsets=offsets, q_offsets=q_offsets, **given
+        q=q, k=k, v=v, spec=spec_of(kind, dim), batch_size=len(LENGTHS), k_offsets=offsets, q_offsets=q_offsets, **given
     )
 
 
-def launch_attention(kind: str) -> None:
+def launch_attention(kind: str, dim: int) -> None:
     import torch
     from gem_attention import triton_launch
 
-    problem = problem_of(kind)
+    problem = problem_of(kind, dim)
     out, lse = triton_launch.forward(problem)
     triton_launch.backward(problem, torch.zeros_like(out), out, lse, short_queries=32 if kind == "gdpa" else 0)
 
@@ -124,7 +131,8 @@ def compile_for(inputs: Inputs) -> list[Any]:
     """Reports of the member's kernels in the order of launches, nothing launched."""
     from gem_attention.triton_crosscompile import CrossCompiler
 
-    launch = {"block": launch_block, "gluon": launch_gluon}.get(inputs.kind, partial(launch_attention, inputs.kind))
+    attention = partial(launch_attention, inputs.kind, inputs.dim)
+    launch = {"block": launch_block, "gluon": launch_gluon}.get(inputs.kind, attention)
     with CrossCompiler(inputs.capability) as compiler:
         launch()
     wanted = {f"{name}_kernel" for name in EXPECTED[inputs.kind]}
@@ -159,24 +167,24 @@ def compare_with_reference() -> None:
     """
     import torch
 
-    for kind in ATTENTION:
+    for kind, dim in [member for member in MEMBERS if member[0] in ATTENTION]:
         exact, plain, ours = (
-            run_member(kind, impl, dtype)
+            run_member(kind, impl, dtype, dim)
             for impl, dtype in (("reference", torch.float64), ("eager", torch.float16), ("triton", torch.float16))
         )
         for place, (truth, theirs, mine) in enumerate(zip(exact, plain, ours, strict=True)):
             rounding = (truth.to(torch.float16).double() - truth).abs().max()
             allowed = (3 if place else 2) * torch.maximum((theirs.double() - truth).abs().max(), rounding)
             off = (mine.double() - truth).abs().max()
-            assert off <= allowed, f"{kind}: off by {off:.3e}, allowed {allowed:.3e}"
+            assert off <= allowed, f"{kind}, head dim {dim}: off by {off:.3e}, allowed {allowed:.3e}"
 
 
-def run_member(kind: str, impl: str, dtype: Any) -> list[Any]:
+def run_member(kind: str, impl: str, dtype: Any, dim: int) -> list[Any]:
     """Output and the gradients of q, k, v and the tables of one member of the family."""
     import torch
     from gem_attention.api import attention, make_layout
 
-    problem = problem_of(kind)
+    problem = problem_of(kind, dim)
     given = [x.to(dtype).requires_grad_() for x in (problem.q, problem.k, problem.v)]
     tables = {}
     if kind == "bias":
@@ -218,14 +226,14 @@ def count(inputs: Inputs, run: Any) -> dict[str, int]:
 
 CASES = tuple(
     Case(
-        name=f"kernels.{kind}_sm{capability}",
-        make=partial(Inputs, kind=kind, capability=capability),
+        name=f"kernels.{kind}{'' if dim == DIM else f'_d{dim}'}_sm{capability}",
+        make=partial(Inputs, kind=kind, capability=capability, dim=dim),
         run=compile_for,
         check=check,
         count=count,
         timed=False,
     )
-    for kind in EXPECTED
+    for kind, dim in MEMBERS
     for capability in CAPABILITIES
     if kind != "gluon" or capability == 90
 )

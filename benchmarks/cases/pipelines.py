@@ -14,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from cases.case import Case
+from cases.case import Case, scratch
 from cases.counting import count_tensors, python_calls
 from cases.memory import count_all, count_memory
 from cases.process_group import ensure_world_of_one
@@ -40,7 +40,7 @@ def generated_data() -> tempfile.TemporaryDirectory[str]:
     from gem_data.api import schema_from_dict, write_dataset
 
     data = gem_datasets.load("synthetic", rows=2000, users=100, items=200, streams=2, max_length=12)
-    directory = tempfile.TemporaryDirectory()
+    directory = scratch()
     tables = {"train": data.train, "eval": data.eval}
     write_dataset(directory.name + "/set", schema_from_dict(data.schema), tables)
     return directory
@@ -59,18 +59,21 @@ def config_of(*, impl: str) -> Any:
     )
 
 
-def make_trainer(*, impl: str, runtime: Any) -> Any:
-    """A trainer at step 0."""
+def make_trainer(*, impl: str, runtime: Any, **axes: int) -> Any:
+    """A trainer at step 0; axes: how it lies on the processes (ParallelConfig)."""
     from gem_data.api import read_schema
+    from gem_pipelines.config import ParallelConfig
     from gem_pipelines.model import build_model, table_specs
     from gem_pipelines.parallelize import parallelize
     from gem_pipelines.trainer import Trainer
 
-    config, schema = config_of(impl=impl), read_schema(generated_data().name + "/set")
+    schema = read_schema(generated_data().name + "/set")
+    config = dataclasses.replace(config_of(impl=impl), parallel=ParallelConfig(**axes))
     parallel = parallelize(
         build_model(schema, config.model, seed=1),
         table_specs(schema, config.model),
         config=config.tables,
+        parallel=config.parallel,
         seed=1,
         runtime=runtime,
     )
@@ -152,34 +155,51 @@ def useful_flops(inputs: StepInputs) -> dict[str, int]:
     return {"useful_flops": sum(counts.values())}
 
 
-WORKER = """
-import json
-from datetime import timedelta
-from cases.counting import TensorCounter
-from cases import pipelines
-from gem_pipelines.runtime import start_runtime
-runtime = start_runtime(device="cpu", threads=1, deterministic=False, timeout=timedelta(seconds=60))
-trainer = pipelines.make_trainer(impl="used", runtime=runtime)
-batch = pipelines.batch_of("ragged", rank=runtime.rank, world_size=2)
-losses = [pipelines.train_once(trainer, batch)["loss"] for _ in range(2)]
-with TensorCounter() as counter:
-    losses.append(pipelines.train_once(trainer, batch)["loss"])
-print(json.dumps({"losses": losses, "counts": counter.totals()}))
-runtime.close()
-"""
+# Two copies of a dense model cut in two, tables over all four. Groups over the same ranks are one group, and one over
+# all ranks is the default group: so it takes four ranks to count a dense axis by itself.
+MESH = {"shard": 2, "replicate": 2, "table_shard": 4}
 
 
-def run_two_ranks(memory: dict[str, Any]) -> dict[str, Any]:
-    """Three steps on two gloo processes over the halves of the batch; keeps losses and rank 0's counts of the third."""
-    memory |= run_ranks(WORKER, 2)[0]
+def train_rank(world_size: int, axes: dict[str, int]) -> None:
+    """One rank of several: three steps on its part of the batch; prints losses, gradient norms, counts of the third."""
+    import json
+    from datetime import timedelta
+
+    from gem_pipelines.runtime import start_runtime
+
+    from cases.counting import TensorCounter
+
+    runtime = start_runtime(device="cpu", threads=1, deterministic=False, timeout=timedelta(seconds=60))
+    trainer = make_trainer(impl="used", runtime=runtime, **axes)
+    batch = batch_of("ragged", rank=runtime.rank, world_size=world_size)
+    records = [train_once(trainer, batch) for _ in range(2)]
+    with TensorCounter() as counter:
+        records.append(train_once(trainer, batch))
+    found = {name: [record[name] for record in records] for name in ("loss", "grad_norm")}
+    print(json.dumps({**found, "counts": counter.totals()}))
+    runtime.close()
+
+
+def run_on_ranks(memory: dict[str, Any], *, world_size: int, axes: dict[str, int]) -> dict[str, Any]:
+    """Three steps on gloo processes over their parts of the batch; keeps what rank 0 said."""
+    code = f"from cases import pipelines; pipelines.train_rank({world_size}, {axes})"
+    memory |= run_ranks(code, world_size)[0]
     return memory
 
 
-def check_two_ranks(memory: dict[str, Any], result: dict[str, Any]) -> None:
-    """Two processes train the model that one does: the same three losses."""
+@cache
+def one_process() -> dict[str, list[float]]:
+    """Losses and gradient norms of three steps of one process, made of references."""
     inputs = make_step(shape="ragged")
-    expected = [train_once(inputs.reference, inputs.batch)["loss"] for _ in range(3)]
-    assert all(abs(a - b) <= 1e-5 * abs(b) for a, b in zip(result["losses"], expected, strict=True)), (result, expected)
+    records = [train_once(inputs.reference, inputs.batch) for _ in range(3)]
+    return {name: [record[name] for record in records] for name in ("loss", "grad_norm")}
+
+
+def check_on_ranks(memory: dict[str, Any], result: dict[str, Any]) -> None:
+    """They train the model that one process does: the same three losses and gradient norms."""
+    for name, expected in one_process().items():
+        for ours, theirs in zip(result[name], expected, strict=True):
+            assert abs(ours - theirs) <= 1e-5 * abs(theirs), (name, ours, theirs)
 
 
 def make_metrics() -> dict[str, Any]:
@@ -238,7 +258,7 @@ def make_checkpoint() -> dict[str, Any]:
     tensors |= {f"tables/t{i}/weight": torch.randn(4000, 32, generator=generator) for i in range(2)}
     return {
         "checkpoint": Checkpoint(tensors=tensors, state={"step": 3}, about={"by": "benchmark"}),
-        "directory": tempfile.TemporaryDirectory(),
+        "directory": scratch(),
         "number": iter(range(1, 1_000_000)),
     }
 
@@ -311,8 +331,16 @@ CASES = (
     Case(
         name="pipelines.step_two_ranks_ragged",
         make=dict,
-        run=run_two_ranks,
-        check=check_two_ranks,
+        run=partial(run_on_ranks, world_size=2, axes={}),
+        check=check_on_ranks,
+        count=lambda memory, run: memory["counts"],
+        timed=False,
+    ),
+    Case(
+        name="pipelines.step_mesh_ragged",
+        make=dict,
+        run=partial(run_on_ranks, world_size=4, axes=MESH),
+        check=check_on_ranks,
         count=lambda memory, run: memory["counts"],
         timed=False,
     ),

@@ -7,13 +7,12 @@ pipelines.checkpoint_snapshot.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cases.case import Case
+from cases.case import Case, scratch
 from cases.counting import count_tensors
 from cases.memory import count_all
 from cases.pipelines import batch_of, count_python, make_step
@@ -115,7 +114,7 @@ def make_incremental() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(7)
     weight, momentum = torch.randn(ROWS, DIM, generator=generator), torch.rand(ROWS, generator=generator)
     rows = torch.randperm(ROWS, generator=generator)[:TOUCHED]
-    directory = tempfile.TemporaryDirectory()
+    directory = scratch()
 
     def checkpoint(step: int) -> Checkpoint:
         tensors = {"tables.t.weight": weight.clone(), "tables.t.momentum": momentum.clone()}
@@ -154,7 +153,7 @@ def check_incremental(inputs: dict[str, Any], result: Any) -> None:
 
 def make_ledger() -> dict[str, Any]:
     """Batches of ten steps."""
-    return {"batch": batch_of("ragged"), "directory": tempfile.TemporaryDirectory(), "number": iter(range(1_000_000))}
+    return {"batch": batch_of("ragged"), "directory": scratch(), "number": iter(range(1_000_000))}
 
 
 def run_ledger(inputs: dict[str, Any]) -> Any:

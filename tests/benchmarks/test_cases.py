@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import gem_embeddings.reference
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -95,19 +94,6 @@ def spoil_last(result):
 def spoil_batches(batches):
     batches[1].ids["views.item"].values()[5] += 1
     return batches
-
-
-def spoil_requests(batches):
-    """An impression of one request becomes the next one's."""
-    bounds = batches[0].requests
-    bounds[int((bounds.diff() > 1).nonzero()[0]) + 1] -= 1
-    return batches
-
-
-def spoil_windows(windows):
-    """The first window is trained in one go with the second, and predicts the third."""
-    (first, _), (second, later), *others = windows
-    return [([*first, *second], later), *others]
 
 
 def spoil_vectors(result):
@@ -198,11 +184,6 @@ def with_column(table, name, change):
         ("attention.seeds_eager_uniform", spoil_first),
         ("data.epoch_shuffled_ragged", spoil_batches),
         ("data.epoch_in_order_ragged", lambda batches: batches[:-1]),
-        ("data.requests_ragged", spoil_batches),
-        ("data.requests_ragged", spoil_requests),
-        ("data.stream_windows", lambda windows: [(trained, later[:-1]) for trained, later in windows]),
-        ("data.stream_windows", spoil_windows),
-        ("data.epoch_base_ragged", spoil_batches),
         ("data.partition_lpt", spoil_division),
         ("data.partition_kk", lambda rows: rows[::-1][:-1]),
         ("data.base_batch_order", spoil_order),
@@ -231,18 +212,6 @@ def test_checks_bite(name, spoil):
     inputs = case.make()
     with pytest.raises(AssertionError):
         case.check(inputs, spoil(case.run(inputs)))
-
-
-def test_base_batches_that_stay_where_they_are_are_counted(monkeypatch):
-    """A permutation of whole base batches is right, and as uneven as before: the counters say so."""
-    case, of_loader = find("data.base_batch_order"), find("data.epoch_base_ragged")
-    inputs = case.make()
-    moved, read = case.formula(inputs), of_loader.formula(of_loader.make())
-    monkeypatch.setattr("gem_data.balance.base_batch_order", lambda loads, **_: np.arange(len(loads)))
-    monkeypatch.setattr("gem_data.loader.base_batch_order", lambda loads, **_: np.arange(len(loads)))
-    still, in_order = case.formula(inputs), of_loader.formula(of_loader.make())
-    assert still["uneven_millionths"] > 3 * moved["uneven_millionths"] > 0
-    assert in_order["uneven_millionths"] > 1.5 * read["uneven_millionths"] > 0
 
 
 def test_a_generator_of_nothing_is_caught():
@@ -307,15 +276,34 @@ def test_a_wrong_reference_of_tables_is_caught(monkeypatch, impl):
         prepare(case)
 
 
-def test_two_ranks_must_train_what_one_does():
-    """The check of the two processes, on losses that one process had."""
-    case, step = find("pipelines.step_two_ranks_ragged"), find("pipelines.step_ragged")
+@pytest.fixture(scope="module")
+def three_steps():
+    """What one process says of three steps, as lists by name."""
+    step = find("pipelines.step_ragged")
     inputs = step.make()
-    losses = [step.run(inputs)["loss"] for _ in range(3)]
-    case.check({}, {"losses": losses})
-    for wrong in range(3):
-        with pytest.raises(AssertionError):
-            case.check({}, {"losses": [loss * (1.0001 if k == wrong else 1) for k, loss in enumerate(losses)]})
+    records = [step.run(inputs) for _ in range(3)]
+    return {name: [record[name] for record in records] for name in ("loss", "grad_norm")}
+
+
+@pytest.mark.parametrize("name", ["pipelines.step_two_ranks_ragged", "pipelines.step_mesh_ragged"])
+def test_ranks_must_train_what_one_does(name, three_steps):
+    """The check of several processes, on what one process had."""
+    case = find(name)
+    case.check({}, three_steps)
+    for figure, wrong in (("loss", 0), ("loss", 2), ("grad_norm", 1)):
+        spoilt = {
+            key: [value * (1.0001 if (key, k) == (figure, wrong) else 1) for k, value in enumerate(values)]
+            for key, values in three_steps.items()
+        }
+        with pytest.raises(AssertionError, match=figure):
+            case.check({}, spoilt)
+
+
+def test_the_step_on_a_mesh_is_counted_by_axis():
+    """Gathers and reductions of the dense model's parts, its gradients over copies, and what all ranks exchange."""
+    figures = RECORD["pipelines.step_mesh_ragged"]
+    for kind in ("collectives", "collective_bytes"):
+        assert all(figures[f"{kind}.{axis}"] > 0 for axis in ("shard", "replicate", "world"))
 
 
 @pytest.mark.slow

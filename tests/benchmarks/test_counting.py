@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import exact
 import pytest
 import torch
 from cases.counting import TensorCounter, count_tensors, python_calls
+from cases.ranks import LEAVE, run_ranks
+from exact import varying
 
 
 def test_operators_bytes_and_flops():
@@ -77,10 +82,85 @@ def test_python_calls(calls):
     assert python_calls(run) == calls + 1
 
 
+class Finalized:
+    """Garbage that only the collector finds, with a finalizer in Python."""
+
+    def __init__(self):
+        self.own = self
+
+    def __del__(self):
+        str(0).strip().strip().strip()
+
+
+def test_when_the_collector_would_run_does_not_matter():
+    """Never, or every ten objects: neither the call's garbage nor older counts."""
+
+    def run():
+        for _ in range(100):
+            Finalized()
+
+    threshold, found = gc.get_threshold(), []
+    try:
+        for first in (0, 10):
+            gc.set_threshold(first)
+            older = [Finalized() for _ in range(50)]
+            del older
+            found.append(python_calls(run))
+            assert gc.isenabled()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.collect()
+    assert found[0] == found[1], found
+
+
+def test_the_collector_stays_off_where_it_was():
+    gc.disable()
+    try:
+        python_calls(lambda: None)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_versions_cost_the_same_wherever_packages_lie(monkeypatch, tmp_path):
+    """Every checkpoint asks for them: the folders of sys.path are looked through once a process."""
+    from gem_pipelines.contract import REQUIRED
+    from gem_pipelines.rundir import collect_versions
+
+    for package in REQUIRED:  # as a job has them
+        importlib.import_module(f"{package}.interface")
+    collect_versions()
+    before = python_calls(collect_versions)
+    for number in range(3):
+        monkeypatch.syspath_prepend(tmp_path / str(number))
+    assert python_calls(collect_versions) == before
+
+
+def test_what_varies_is_listed():
+    same, other = {"a.b": {"ops": 1, "bytes_moved": 2}}, {"a.b": {"ops": 1, "bytes_moved": 3}, "a.c": {"ops": 1}}
+    assert varying([same, same]) == {}
+    assert varying([same, other]) == {"a.b/bytes_moved": [2, 3], "a.c/ops": [None, 1]}
+
+
+@pytest.mark.slow
+def test_paths_and_hashes_do_not_matter(capfd):
+    """The cases that read most files: other folders, another sys.path, and strings that hash otherwise."""
+    names = "^(data.epoch_shuffled_uniform|pipelines.(checkpoint_snapshot|checkpoint|ledger))$"
+    assert exact.main(["--cases", names, "--runs", "3"]) == 0, capfd.readouterr().out
+
+
 def test_nested_counters_are_independent():
     with TensorCounter() as outer, TensorCounter() as inner:
         torch.ones(3) + 1
     assert inner.totals()["ops"] == outer.totals()["ops"] == 2
+
+
+def test_a_rank_leaves_before_the_interpreter_goes_down():
+    """What aborts at the end (here on purpose) neither fails a rank nor takes what it printed; an error before does."""
+    aborting = "import atexit, os\natexit.register(os.abort)\nprint('7')"
+    assert run_ranks(aborting, 2) == [7, 7]
+    with pytest.raises(AssertionError, match=r"rank 0: (.|\n)*ZeroDivisionError"):
+        run_ranks("1 / 0", 1)
 
 
 COLLECTIVES = """
@@ -109,7 +189,7 @@ print(json.dumps(counter.totals()))
 def test_collectives_by_mesh_axis(form):
     """Two mesh axes and the default group, in a process of its own: a default group cannot be shared with tests."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COLLECTIVES, form],
+        [sys.executable, "-W", "ignore", "-c", COLLECTIVES + LEAVE, form],
         env={"PYTHONPATH": str(Path(__file__).parents[2] / "benchmarks")},
         capture_output=True,
         text=True,

@@ -46,6 +46,15 @@ def test_the_record_has_figures_of_every_kernel(case):
         assert RECORD[case.name][f"{name}.registers"] > 0
 
 
+def test_every_head_dim_that_has_tiles_of_its_own_is_gated():
+    """Forward and both halves of backward, at each padded head dim."""
+    from gem_attention.triton_config import _TILES
+
+    gated = {case.make().dim for case in kernels.CASES if case.make().kind == "hstu"}
+    assert gated == {dim for kernel, dim in _TILES if kernel == "forward"}
+    assert gated == {case.make().dim for case in kernels.CASES if case.make().kind == "softmax"}
+
+
 def test_a_kernel_is_found_under_either_decorator():
     source = "@triton.jit\ndef a_kernel(): ...\n@gluon.jit(x=[1])\ndef b_kernel(): ...\ndef set_kernel(): ...\n"
     assert kernels_of(source) == {"a_kernel", "b_kernel"}
@@ -80,8 +89,8 @@ def test_the_comparison_with_the_reference_bites(place, monkeypatch):
     """Where "triton" gives plain PyTorch's results all is well; off by a hundredth in one tensor it is not."""
     original, off = kernels.run_member, [0.0]
 
-    def run_member(kind, impl, dtype):
-        found = [x.detach().clone() for x in original(kind, impl if impl == "reference" else "eager", dtype)]
+    def run_member(kind, impl, dtype, dim):
+        found = [x.detach().clone() for x in original(kind, impl if impl == "reference" else "eager", dtype, dim)]
         if impl == "triton":
             found[place].view(-1)[7] += off[0] * found[place].abs().max()
         return found
@@ -90,7 +99,7 @@ def test_the_comparison_with_the_reference_bites(place, monkeypatch):
     monkeypatch.setattr(kernels, "ATTENTION", ("gdpa",))
     kernels.compare_with_reference()
     off[0] = 0.05
-    with pytest.raises(AssertionError, match="gdpa: off by"):
+    with pytest.raises(AssertionError, match="gdpa, head dim 128: off by"):
         kernels.compare_with_reference()
 
 
