@@ -99,7 +99,10 @@ def lint(session: nox.Session) -> None:
 
 @inside
 def alone(session: nox.Session) -> None:
-    """Each package's tests with its siblings, and what it does not need, refused.   [-- gem_data ...]"""
+    """Each package's tests with its siblings, and what it does not need, refused.   [-- gem_data ...]
+
+    Refused in the processes that the tests start too (ci/blocked_imports.py).
+    """
     known = tomllib.loads((ROOT / "ci" / "alone.toml").read_text())
     folders = [*ROOT.glob("packages/*/gem_*"), ROOT / "datasets" / "gem_datasets"]
     ours = {"gem_pipelines", *(folder.name for folder in folders)}

@@ -2,13 +2,20 @@
 
     PYTHONPATH=ci pytest -p blocked_imports --blocked gem_data,torchrec tests/attention
 
-`nox -s alone` uses it to run each package's tests without its siblings and without what it does not need.
+`nox -s alone` uses it to run each package's tests without its siblings and without what it does not need. It holds in
+the processes that tests start too (ranks, readers): they inherit the names in an environment variable, and Python
+itself imports blocked/sitecustomize.py when they start. One started with an environment of its own inherits neither.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.abc import MetaPathFinder
+from pathlib import Path
+
+NAMES = "GEMLINE_BLOCKED_IMPORTS"
+FOLDER = Path(__file__).resolve().parent / "blocked"
 
 
 class Blocker(MetaPathFinder):
@@ -31,6 +38,17 @@ def block(names: set[str]) -> None:
     sys.meta_path.insert(0, Blocker(names))
 
 
+def block_in_children(names: set[str]) -> None:
+    """Let processes that are started from now on refuse them from their first import on."""
+    os.environ[NAMES] = ",".join(sorted(names))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
+
+
+def block_inherited() -> None:
+    """What a process does that was started so."""
+    block(set(filter(None, os.environ.get(NAMES, "").split(","))))
+
+
 def pytest_addoption(parser):  # type: ignore[no-untyped-def]
     parser.addoption("--blocked", default="", help="comma-separated packages whose import fails")
 
@@ -39,6 +57,7 @@ def pytest_configure(config):  # type: ignore[no-untyped-def]
     names = {name for name in config.getoption("--blocked").split(",") if name}
     if names:
         block(names)
+        block_in_children(names)
 
 
 def pytest_report_header(config):  # type: ignore[no-untyped-def]

@@ -1,23 +1,32 @@
 """The public surface of each package as text, and the rule by which its version must move.
 
-`interface.py` and `api.py` (`block_api.py` too) of a package are turned into lines, one per name, parameter and field,
-and compared with the copy in tests/contracts/snapshots/gem_<name>.txt:
+`interface.py` and `api.py` (`block_api.py` too) of a package, and the names of other modules that ci/surface.toml
+lists, are turned into lines, one per name, parameter and field (surface_lines.py), and compared with the copy in
+tests/contracts/snapshots/gem_<name>.txt:
 
     something gone or changed, or a new required parameter or field     -> the major version must rise
-    something new that implementations of a Protocol have to provide    -> the major version must rise
+    something new that implementations have to provide or to obey       -> the major version must rise
     something else that is new                                          -> the minor version must rise
     nothing                                                             -> the version must stay
 
-An implementation needs no base class, so whatever is new in a Protocol, a method with a body or a parameter with a
-default too, is missing in all that were written before. Of a class with abstract methods it is these alone; the others
-are inherited. (gem_embeddings 1.1 to 1.4 were made before this rule: their new methods raised the minor number.)
+Provide: an implementation needs no base class, so whatever is new in a Protocol, a method with a body or a parameter
+with a default too, is missing in all that were written before. Of a class with abstract methods it is these alone; the
+others are inherited.
+
+Obey: a new field of a dataclass that implementations are handed: one that is a parameter of a method that they provide,
+or of what builds them (testing.py's LoaderFactory takes a LoaderConfig), or that such a dataclass holds in a field.
+Whoever wrote an implementation before does not know the field and would drop it in silence.
+
+(gem_data 1.1 to 1.7 and gem_embeddings 1.1 to 1.4 were made before these rules: their new fields and methods raised the
+minor number.)
 
     python ci/surface.py               check all packages
     python ci/surface.py --update      freeze the present surface, if the version has moved as the rule demands
     python ci/surface.py --anew NAME   freeze without comparing: where the form of these files changes, and nothing else
 
 A changed meaning behind an unchanged signature is not seen here: that is the conformance suites' job (testing.py).
-Names that api.py hands on from other modules of its package (`__all__`) are followed to where they are defined.
+Names that a module hands on from others of its package (`__all__`, or `import x as x`) are followed to where they are
+defined. Of constants of testing.py the name is frozen, not the value: suites may try more.
 """
 
 from __future__ import annotations
@@ -27,17 +36,16 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from surface_lines import REQUIRED, VERSION, surface
+
 ROOT = Path(__file__).resolve().parent.parent
 SNAPSHOTS = ROOT / "tests" / "contracts" / "snapshots"
-VERSION = "INTERFACE_VERSION"
-REQUIRED = "  [required]"
 FIRST = (1, 0)
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-_NOBODY_CALLS = ("__post_init__", "__slots__", "__all__")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +67,20 @@ def interfaces(root: Path = ROOT) -> dict[str, Path]:
 
 def read_surface(interface: Path) -> Surface:
     """The present surface of the package of this interface.py."""
-    lines = surface(interface.read_text(), interface.parent)
-    for path in sorted(interface.parent.glob("*api.py")):
-        lines += surface(path.read_text(), interface.parent, prefix=f"{path.stem}.")
+    package = interface.parent
+    lines = surface(interface.read_text(), package)
+    for path in sorted(package.glob("*api.py")):
+        lines += surface(path.read_text(), package, prefix=f"{path.stem}.")
+    for module, names in promised(package).items():
+        lines += surface((package / f"{module}.py").read_text(), package, prefix=f"{module}.", only=names)
     return Surface(version=version_of(interface.read_text()), lines=tuple(sorted(lines)))
+
+
+def promised(package: Path) -> dict[str, list[str]]:
+    """Module -> names that a package promises outside interface.py and *api.py: its part of surface.toml."""
+    path = package.parents[2] / "ci" / "surface.toml"
+    listed = tomllib.loads(path.read_text()) if path.exists() else {}
+    return dict(listed.get(package.name, {}))
 
 
 def frozen_surface(text: str) -> Surface:
@@ -80,173 +98,6 @@ def version_of(source: str) -> tuple[int, int]:
     raise ValueError(f"no {VERSION} = (major, minor) in the interface")
 
 
-# ------------------------------------------------------------------------------------------------ lines of a module
-
-
-def surface(source: str, package: Path | None = None, *, prefix: str = "") -> list[str]:
-    """Sorted lines that describe every public name of a module, without its version.
-
-    package: directory of the modules that names are imported from; prefix: goes before every name.
-    """
-    tree = ast.parse(source)
-    exported = exports(tree)
-    lines: list[str] = []
-    for node in statements(tree.body):
-        lines += [line for name, line in described(node, prefix) if is_public(name) and name != VERSION]
-    for name in sorted((exported or set()) - defined(tree)):
-        if package is None:
-            raise ValueError(f"__all__ names {name!r}, which the module does not define")
-        lines += imported_lines(tree, name, package, prefix)
-    if exported is None:
-        return sorted(lines)
-    return sorted(line for line in lines if top_name(line, prefix) in exported)
-
-
-def statements(body: Iterable[ast.stmt]) -> Iterable[ast.stmt]:
-    """Statements of a module or class, those under conditions too."""
-    for node in body:
-        if isinstance(node, ast.If):
-            yield from statements([*node.body, *node.orelse])
-        elif isinstance(node, ast.Try):
-            yield from statements(
-                [*node.body, *node.orelse, *node.finalbody, *(s for h in node.handlers for s in h.body)]
-            )
-        else:
-            yield node
-
-
-def described(node: ast.stmt, prefix: str) -> list[tuple[str, str]]:
-    """(top name, line) of what a statement defines."""
-    if isinstance(node, ast.ClassDef):
-        return [(node.name, line) for line in class_lines(node, prefix)]
-    if isinstance(node, Function):
-        return [(node.name, line) for line in function_lines(node, prefix + node.name)]
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
-        choices = choices_of(node.value) if prefix else ()
-        if choices:
-            return [(name, f"{prefix}{name} has {choice!r}") for choice in choices]
-        return [(name, f"{prefix}{name} = {ast.unparse(node.value) if node.value else ''}")]
-    return []
-
-
-def choices_of(value: ast.expr | None) -> tuple[str, ...]:
-    """The words of ("a", "b") or Literal["a", "b"]: what a caller may say, so that one more of api.py is an addition.
-
-    In interface.py it is a change: there it may be what implementations are asked for.
-    """
-    if isinstance(value, ast.Subscript) and ast.unparse(value.value) == "Literal":
-        value = value.slice
-    words = [e.value for e in getattr(value, "elts", ()) if isinstance(e, ast.Constant) and isinstance(e.value, str)]
-    return tuple(words) if words and len(words) == len(value.elts) else ()  # type: ignore[union-attr]
-
-
-def exports(tree: ast.Module) -> set[str] | None:
-    """The names of `__all__`; None where the module has none."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return set(ast.literal_eval(node.value))
-    return None
-
-
-def defined(tree: ast.Module) -> set[str]:
-    """Top names that the module itself defines."""
-    return {name for node in statements(tree.body) for name, _ in described(node, "")}
-
-
-def imported_lines(tree: ast.Module, name: str, package: Path, prefix: str) -> list[str]:
-    """The lines of a name that a module hands on, as the module that defines it has them."""
-    for node in statements(tree.body):
-        if not isinstance(node, ast.ImportFrom) or not node.module:
-            continue
-        for alias in node.names:
-            if (alias.asname or alias.name) != name:
-                continue
-            module = node.module.removeprefix(f"{package.name}.")
-            path = package / f"{module}.py"
-            if module == "interface" or not path.exists():
-                return [f"{prefix}{name} = {node.module}.{alias.name}"]
-            source = ast.parse(path.read_text())
-            if alias.name not in defined(source):
-                return imported_lines(source, alias.name, package, prefix)
-            if alias.asname:
-                raise ValueError(f"__all__ names {name!r}, which is {alias.name!r} of {path.name}: keep its name")
-            return [line for n in statements(source.body) for top, line in described(n, prefix) if top == name]
-    raise ValueError(f"__all__ names {name!r}, which the module neither defines nor imports")
-
-
-def is_public(name: str) -> bool:
-    """Whether callers may use a name: no leading underscore, or one that Python itself calls."""
-    dunder = name.startswith("__") and name.endswith("__")
-    return (dunder or not name.startswith("_")) and name not in _NOBODY_CALLS
-
-
-def class_lines(node: ast.ClassDef, prefix: str = "") -> list[str]:
-    """A class: its bases and decorators, its fields and its public methods. Fields given by place have their place."""
-    name, place = prefix + node.name, 0
-    decorators = " ".join("@" + ast.unparse(d) for d in node.decorator_list)
-    bases = ", ".join(ast.unparse(base) for base in [*node.bases, *node.keywords])
-    lines = [f"class {name}({bases}) {decorators}".rstrip()]
-    by_place = is_by_place(node)
-    for item in statements(node.body):
-        if isinstance(item, ast.AnnAssign):
-            field, annotation = ast.unparse(item.target), ast.unparse(item.annotation)
-            if annotation.endswith("KW_ONLY"):
-                by_place = False
-                continue
-            value = ast.unparse(item.value) if item.value else None
-            counted = by_place and "ClassVar" not in annotation and "kw_only=True" not in (value or "")
-            where = f" ({place})" if counted else ""
-            place += counted
-            if is_public(field):
-                lines.append(f"{name}.{field}{where}: {annotation}" + (REQUIRED if value is None else f" = {value}"))
-        elif isinstance(item, Function) and is_public(item.name):
-            lines += function_lines(item, f"{name}.{item.name}")
-        elif isinstance(item, ast.ClassDef) and is_public(item.name):
-            lines += class_lines(item, f"{name}.")
-        elif isinstance(item, ast.Assign) and is_public(ast.unparse(item.targets[0])):
-            lines.append(f"{name}.{ast.unparse(item)}")
-    return lines
-
-
-def is_by_place(node: ast.ClassDef) -> bool:
-    """Whether the class is built from its fields in their order."""
-    decorators = [ast.unparse(d) for d in node.decorator_list]
-    dataclasses = [d for d in decorators if re.match(r"(dataclasses\.)?dataclass\b", d)]
-    named = any(ast.unparse(base).endswith("NamedTuple") for base in node.bases)
-    return named or any("kw_only=True" not in d for d in dataclasses)
-
-
-def function_lines(node: Function, name: str) -> list[str]:
-    """A function: one line for itself and its result, one for each parameter."""
-    decorators = " ".join("@" + ast.unparse(d) for d in node.decorator_list)
-    result = ast.unparse(node.returns) if node.returns else "?"
-    kind = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
-    lines = [f"{kind} {name} -> {result} {decorators}".rstrip()]
-    positional = [*node.args.posonlyargs, *node.args.args]
-    defaults = [None] * (len(positional) - len(node.args.defaults)) + list(node.args.defaults)
-    only = len(node.args.posonlyargs)
-    parameters = [
-        (f"{i}/" if i < only else f"{i}", arg, default)
-        for i, (arg, default) in enumerate(zip(positional, defaults, strict=True))
-    ]
-    parameters += [
-        ("*", arg, default) for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-    ]
-    for place, arg, default in parameters:
-        if arg.arg not in ("self", "cls"):
-            text = f"def {name} ({place}) {arg.arg}: {annotated(arg)}"
-            lines.append(text + (f" = {ast.unparse(default)}" if default else REQUIRED))
-    for stars, arg in (("*", node.args.vararg), ("**", node.args.kwarg)):
-        if arg is not None:
-            lines.append(f"def {name} (any) {stars}{arg.arg}: {annotated(arg)}")
-    return lines
-
-
-def annotated(arg: ast.arg) -> str:
-    return ast.unparse(arg.annotation) if arg.annotation else "?"
-
-
 # ------------------------------------------------------------------------------------------------ the rule
 
 
@@ -257,12 +108,35 @@ def path_of(line: str) -> str:
     return found[1]
 
 
-def top_name(line: str, prefix: str) -> str:
-    return path_of(line).removeprefix(prefix).partition(".")[0]
-
-
 def is_parameter(line: str) -> bool:
     return line.startswith("def ") and path_of(line) + " (" in line
+
+
+def handed(old: Sequence[str], classes: Mapping[str, str], asked: Callable[[str], bool]) -> set[str]:
+    """Dataclasses that implementations are handed: in parameters of what they provide (`asked`: of these methods) or
+    of what builds them (a Callable alias of testing.py), and, through their fields, what these hold.
+    """
+    fields: dict[str, str] = {}
+    words: set[str] = set()
+    for line in old:
+        owner = path_of(line).rpartition(".")[0]
+        if is_parameter(line) and asked(path_of(line)):
+            words.update(re.findall(r"\w+", line.partition(": ")[2]))
+        elif line.startswith("testing.") and " = Callable[[" in line:
+            words.update(re.findall(r"\w+", line.partition("[[")[2].rpartition("],")[0]))
+        elif owner in classes and is_field(line):
+            fields[owner] = fields.get(owner, "") + " " + line.partition(": ")[2]
+    found: set[str] = set()
+    while True:
+        more = {name for name in fields if name.rpartition(".")[2] in words and "dataclass" in classes[name]} - found
+        if not more:
+            return found
+        found |= more
+        words.update(word for name in more for word in re.findall(r"\w+", fields[name]))
+
+
+def is_field(line: str) -> bool:
+    return re.match(r"[\w.]+\.\w+( \(\d+\))?: ", line) is not None
 
 
 def breaking_additions(added: set[str], old: Sequence[str], new: Sequence[str]) -> set[str]:
@@ -275,11 +149,16 @@ def breaking_additions(added: set[str], old: Sequence[str], new: Sequence[str]) 
     def owner(line: str) -> str:
         return path_of(line) if is_parameter(line) else path_of(line).rpartition(".")[0]
 
+    def asked(method: str) -> bool:
+        return method.rpartition(".")[0] in protocols or method in abstract
+
+    obeyed = handed(old, classes, asked)
+
     def is_breaking(line: str) -> bool:
         member_of = path_of(line).rpartition(".")[0]
         given = line.endswith(REQUIRED) and (owner(line) in heads or owner(line) in classes)
         provided = member_of in protocols or (member_of in classes and path_of(line) in abstract)
-        return given or provided
+        return given or provided or (member_of in obeyed and is_field(line))
 
     return {line for line in added if is_breaking(line)}
 

@@ -6,12 +6,24 @@ find("attention.hstu_eager_ragged")
 
 from __future__ import annotations
 
-from cases import attention, balance, comm, data, datasets, embeddings, imports, kernels, pipelines, reliability
+from cases import (
+    attention,
+    balance,
+    comm,
+    data,
+    data_more,
+    datasets,
+    embeddings,
+    imports,
+    kernels,
+    pipelines,
+    reliability,
+)
 from cases.case import Case, figures, prepare
 
 __all__ = ["Case", "all_cases", "figures", "find", "prepare"]
 
-MODULES = (imports, attention, comm, data, balance, datasets, embeddings, kernels, pipelines, reliability)
+MODULES = (imports, attention, comm, data, data_more, balance, datasets, embeddings, kernels, pipelines, reliability)
 
 
 def all_cases() -> tuple[Case, ...]:

@@ -67,6 +67,13 @@ def check_moved(loads: Any, order: Any) -> None:
     assert after < before, (before, after)
 
 
+def unevenness_of_shares(loads: Any) -> dict[str, int]:
+    """By how many millionths the heaviest share lies above the mean."""
+    from gem_data.api import imbalance
+
+    return {"uneven_millionths": round(1e6 * (imbalance(loads[move(loads)].reshape(-1, SHARE).sum(axis=1)) - 1.0))}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batches:
     """A batch, and which of its rows go to which rank."""
@@ -137,6 +144,7 @@ CASES = (
         run=move,
         check=check_moved,
         count=count_all,
+        formula=unevenness_of_shares,
         repeat=100,
     ),
     *(

@@ -63,12 +63,17 @@ def run(inputs: Inputs) -> list[Any]:
 
 
 def check(inputs: Inputs, batches: list[Any]) -> None:
-    """Every row once; ids, labels and event times of every row as written, later events first to be kept."""
+    """Every row once, and as `check_rows` says."""
     import torch
 
     seen = torch.cat([batch.sample_ids for batch in batches])
     assert sorted(seen.tolist()) == inputs.table.column("sample_id").to_pylist()
-    rows = {row["sample_id"]: row for row in inputs.table.to_pylist()}
+    check_rows(inputs.table, batches)
+
+
+def check_rows(table: Any, batches: list[Any]) -> None:
+    """Ids, labels and event times of every row as in the table, later events first to be kept."""
+    rows = {row["sample_id"]: row for row in table.to_pylist()}
     for batch in batches:
         items = batch.ids["item"].values().tolist()
         views, times = batch.ids["views.item"], batch.streams["views"].times

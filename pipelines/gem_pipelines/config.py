@@ -319,7 +319,8 @@ class BalanceConfig:
     """Load of a row: "flops" (counted from the model), "events", or a file that `gemline profile --fit-cost` wrote."""
     budget: float | None = None
     """Largest load of what one process computes at once, in the unit of `cost`: what exceeds it is cut into smaller
-    micro-batches, as many on all processes. The step stays the same up to rounding. None: not cut."""
+    micro-batches, as many on all processes; in evaluation too. It bounds memory: which rows make a step stays
+    data.global_batch_size, and the step the same up to rounding. None: not cut."""
     budget_of: Literal["cost", "memory"] = "cost"
     """What `budget` limits: the load that `cost` gives, or the bytes kept for backward, by the model of memory that the
     file named by `cost` has beside the one of time."""

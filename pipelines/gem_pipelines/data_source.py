@@ -77,13 +77,21 @@ def cache_directory(config: DataConfig) -> Path:
     return Path(config.cache) / f"{config.source}-{digest.hexdigest()[:8]}"
 
 
-def prepare_named(name: str, options: Sequence[str], directory: Path, *, say: Callable[[str], None]) -> Schema:
+def prepare_named(
+    name: str,
+    options: Sequence[str],
+    directory: Path,
+    *,
+    say: Callable[[str], None],
+    rows_per_group: int | None = None,
+) -> Schema:
     """Fetch or generate data set `name` and write it to `directory`, all or nothing."""
     parsed = parse_options(name, options)
     say(f"preparing {name} in {directory} ...")
     prepared = gem_datasets.load(name, **parsed)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    return write_dataset(directory, prepared.schema, {"train": prepared.train, "eval": prepared.eval})
+    tables = {"train": prepared.train, "eval": prepared.eval}
+    return write_dataset(directory, prepared.schema, tables, rows_per_group=rows_per_group)
 
 
 def parse_options(name: str, options: Sequence[str]) -> dict[str, Any]:

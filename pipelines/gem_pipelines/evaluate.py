@@ -1,8 +1,8 @@
 """Evaluation on the later split: every row once, metrics over all of them, predictions to Parquet.
 
 Each evaluation makes its own loader, in file order, so that its batches never mix with training's. Ranks may hold
-different numbers of rows, also none. A batch reaches the device as in training: packed, pinned for CUDA, by one
-transfer (ready.py). Predictions are gathered and put in the order of sample_id: figures do not
+different numbers of rows, also none. A batch is cut to balance.budget and reaches the device as in training: packed,
+pinned for CUDA, by one transfer (ready.py). Predictions are gathered and put in the order of sample_id: figures do not
 depend on the number of processes.
 
 Legend: B rows of a batch, N rows of the split, T tasks.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,15 @@ from gem_pipelines.parallelize import ParallelModel
 from gem_pipelines.ready import pack, place
 from gem_pipelines.runtime import Runtime
 
+Cut = Callable[[Sequence[Batch]], Sequence[Batch]]
 
-def predict(parallel: ParallelModel, loader: Loader, *, schema: Schema, runtime: Runtime) -> dict[str, Tensor]:
+
+def predict(
+    parallel: ParallelModel, loader: Loader, *, schema: Schema, runtime: Runtime, cut: Cut | None = None
+) -> dict[str, Tensor]:
     """Predictions of all rows of one pass of `loader`, from all ranks, ordered by sample_id, on the CPU.
 
+    cut  what is computed at once: a batch as batches, equally many on all ranks (`Trainer.cut`); None: as it comes
     Returns sample_id (N,), user_id (N,) int64; label, weight, prediction (N, T) float64. The model is left in the
     mode it was in. A rank that cannot read a batch raises its error, and the others RemoteError, at the same batch.
     """
@@ -42,7 +47,8 @@ def predict(parallel: ParallelModel, loader: Loader, *, schema: Schema, runtime:
     ids, numbers = [torch.zeros(0, 2, dtype=torch.int64)], [torch.zeros(0, 3, len(schema.labels), dtype=torch.float64)]
     try:
         with torch.no_grad():
-            for batch in _read_together(loader, schema, runtime, open_ids=parallel.policies):
+            read = _read_together(loader, schema, runtime, open_ids=parallel.policies)
+            for batch in read if cut is None else (part for whole in read for part in cut([whole])):
                 rows = batch.sample_ids.shape[0]
                 packed = pack(batch, schema, pin=runtime.device.type == "cuda")
                 placed, host = place(packed, runtime.device), packed.batch

@@ -49,6 +49,7 @@ from gem_pipelines.windows import (
     evaluates_window,
     lacks_window,
     streaming,
+    tell_of_no_prediction,
     total_steps,
     whole_epochs,
 )
@@ -138,6 +139,9 @@ class Job:
         self.saver.check_room(self.trainer)
         self._write(self._start_record(peak, resumed_from, survey))
         self.display.start(first, total_steps=self.total_steps)
+        unpredicted = tell_of_no_prediction(self.loader, self.config, steps=self.total_steps)
+        if unpredicted is not None:
+            self.display.say(f"warning: {unpredicted}")
         ended = False
         told: threading.Timer | None = None
         try:
@@ -393,7 +397,9 @@ class Job:
         )
         try:
             watched = self.supervision.evaluating(loader, step=self.trainer.position.step)
-            predictions = evaluate.predict(self.trainer.parallel, watched, schema=self.schema, runtime=self.runtime)
+            predictions = evaluate.predict(
+                self.trainer.parallel, watched, schema=self.schema, runtime=self.runtime, cut=self.trainer.cut
+            )
         finally:
             loader.close()
         if not self.runtime.is_main:

@@ -198,7 +198,7 @@ class Trainer:
     def _ready_parts(self) -> dict[str, Any]:
         tables, schema = self.parallel.tables, self.schema
         pin = self.runtime.device.type == "cuda"
-        parts = {"agreement": self._agreement, "tables": tables, "schema": schema, "cut": self._cut, "pin": pin}
+        parts = {"agreement": self._agreement, "tables": tables, "schema": schema, "cut": self.cut, "pin": pin}
         return parts | {"dynamic": self._dynamic}
 
     def _begin_beside(self, upcoming: Coming | None) -> Begun | None:
@@ -209,7 +209,8 @@ class Trainer:
         parts = {"agreement": self._agreement, "schema": self.schema, "device": self.runtime.device, "packs": packs}
         return begin_ready(self.threads, upcoming, dynamic=self._dynamic, **parts)
 
-    def _cut(self, batches: Sequence[Batch]) -> list[Batch]:
+    def cut(self, batches: Sequence[Batch]) -> list[Batch]:
+        """What this rank computes at once: micro-batches within balance.budget. A collective where there is one."""
         return within_budget(batches, self.schema, self.budget_cost, self.config.balance.budget, self.runtime)
 
     def _compute(self, ready: Ready, *, clock: PartClock, work: WorkClock, profiled: bool) -> Computed:

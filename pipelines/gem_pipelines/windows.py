@@ -74,6 +74,33 @@ def epoch_rows(loader: Loader, config: RunConfig, rows: int) -> dict[str, int]:
     return {"epoch_rows": held, "dropped_rows": dropped}
 
 
+def tell_of_no_prediction(loader: Loader, config: RunConfig, *, steps: int) -> str | None:
+    """What to say at the start of a stream's run of `steps` in which no window would be predicted before it is trained.
+
+    None where one is. It is no error: a log may grow, and then the next run predicts what came.
+    """
+    stream = streaming(loader)
+    if stream is None:
+        return None
+    batches = stream.batches_by_window
+    first = next(index for index, count in enumerate(batches) if count)
+    first_steps = -(-batches[first] // config.data.accumulate)
+    groups = sum(len(window.groups) for window in stream.windows)
+    told = "no window of time is predicted before it is trained: "
+    if first + 1 == len(stream.windows):
+        windows = f"{len(batches)} window{'s' * (len(batches) > 1)}"
+        held = (
+            f"{config.data.source}: its {groups} row group{'s' * (groups > 1)}, seconds {stream.windows[0].first} to "
+            f"{stream.windows[-1].last}, is {windows} of data.stream_seconds {config.data.stream_seconds}"
+        )
+        lower = "Lower data.stream_seconds, or write" if groups > 1 else "Windows are made of whole row groups: write"
+        todo = "the data with shorter ones (gemline data prepare, requests or impressions --rows-per-group N)."
+        return f"{told}{held}{', of which only the last has a batch' if first else ''}. {lower} {todo}"
+    if steps < first_steps:
+        return f"{told}train.steps {steps} ends before the first window does, which has {first_steps} steps."
+    return None
+
+
 def epoch_of(loader: Loader, batch: Batch) -> int:
     """0-based pass over the data that `batch` belongs to."""
     return 0 if streaming(loader) is not None else batch.step // loader.batches_per_epoch
@@ -113,7 +140,7 @@ def evaluate_next_window(
     try:
         counted = _Counted(supervision.evaluating(loader, step=step))
         found = evaluate.predict(
-            trainer.parallel, cast(Loader, counted), schema=trainer.schema, runtime=trainer.runtime
+            trainer.parallel, cast(Loader, counted), schema=trainer.schema, runtime=trainer.runtime, cut=trainer.cut
         )
     finally:
         loader.close()

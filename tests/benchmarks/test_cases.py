@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import gem_embeddings.reference
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -94,6 +95,19 @@ def spoil_last(result):
 def spoil_batches(batches):
     batches[1].ids["views.item"].values()[5] += 1
     return batches
+
+
+def spoil_requests(batches):
+    """An impression of one request becomes the next one's."""
+    bounds = batches[0].requests
+    bounds[int((bounds.diff() > 1).nonzero()[0]) + 1] -= 1
+    return batches
+
+
+def spoil_windows(windows):
+    """The first window is trained in one go with the second, and predicts the third."""
+    (first, _), (second, later), *others = windows
+    return [([*first, *second], later), *others]
 
 
 def spoil_vectors(result):
@@ -184,6 +198,11 @@ def with_column(table, name, change):
         ("attention.seeds_eager_uniform", spoil_first),
         ("data.epoch_shuffled_ragged", spoil_batches),
         ("data.epoch_in_order_ragged", lambda batches: batches[:-1]),
+        ("data.requests_ragged", spoil_batches),
+        ("data.requests_ragged", spoil_requests),
+        ("data.stream_windows", lambda windows: [(trained, later[:-1]) for trained, later in windows]),
+        ("data.stream_windows", spoil_windows),
+        ("data.epoch_base_ragged", spoil_batches),
         ("data.partition_lpt", spoil_division),
         ("data.partition_kk", lambda rows: rows[::-1][:-1]),
         ("data.base_batch_order", spoil_order),
@@ -212,6 +231,18 @@ def test_checks_bite(name, spoil):
     inputs = case.make()
     with pytest.raises(AssertionError):
         case.check(inputs, spoil(case.run(inputs)))
+
+
+def test_base_batches_that_stay_where_they_are_are_counted(monkeypatch):
+    """A permutation of whole base batches is right, and as uneven as before: the counters say so."""
+    case, of_loader = find("data.base_batch_order"), find("data.epoch_base_ragged")
+    inputs = case.make()
+    moved, read = case.formula(inputs), of_loader.formula(of_loader.make())
+    monkeypatch.setattr("gem_data.balance.base_batch_order", lambda loads, **_: np.arange(len(loads)))
+    monkeypatch.setattr("gem_data.loader.base_batch_order", lambda loads, **_: np.arange(len(loads)))
+    still, in_order = case.formula(inputs), of_loader.formula(of_loader.make())
+    assert still["uneven_millionths"] > 3 * moved["uneven_millionths"] > 0
+    assert in_order["uneven_millionths"] > 1.5 * read["uneven_millionths"] > 0
 
 
 def test_a_generator_of_nothing_is_caught():

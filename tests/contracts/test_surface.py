@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -11,10 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "ci"))  # it imports a neighbour
 spec = importlib.util.spec_from_file_location("surface", ROOT / "ci" / "surface.py")
 surface = importlib.util.module_from_spec(spec)
 sys.modules["surface"] = surface  # its dataclass looks itself up there
 spec.loader.exec_module(surface)
+sys.path.remove(str(ROOT / "ci"))
 
 BASE = """
 INTERFACE_VERSION = (1, 0)
@@ -121,6 +124,156 @@ def test_move(edit, move):
 def test_what_implementations_must_provide_is_breaking(edit, move):
     assert edit[0] in BASE
     assert surface.required_move(of(BASE).lines, of(BASE.replace(*edit)).lines)[0] == move
+
+
+# What a signature refers to without a name of its own.
+HIDDEN = """
+_SIZE = 5
+_Kind = Literal["a", "b"]
+_Rows = Sequence[int]
+class _Deep:
+    depth: int = 0
+    def sink(self) -> int: ...
+class _Named(_Deep):
+    name: str = ""
+    def said(self) -> str: ...
+class _Opens(Protocol):
+    def open(self) -> int: ...
+class _Options:
+    limit: int = 0
+class Port(_Opens, Protocol):
+    def close(self) -> None: ...
+@dataclass(kw_only=True)
+class Ship(_Named):
+    size: int = _SIZE
+    def said(self) -> str: ...
+def load(kind: _Kind, rows: _Rows, n: int = _SIZE, options: _Options | None = None) -> None: ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("edit", "move"),
+    [
+        (("_SIZE = 5", "_SIZE = 6"), "major"),  # a default
+        (("_SIZE", "_LENGTH"), "none"),  # a name that nobody sees
+        (('"a", "b"', '"a"'), "major"),
+        (("Sequence[int]", "list[int]"), "major"),
+        (("    depth: int = 0\n", ""), "major"),
+        (("    def sink(self) -> int: ...\n", ""), "major"),
+        (('    name: str = ""\n', ""), "major"),
+        (("class _Named(_Deep):", "class _Named:"), "major"),
+        (("    name: str", "    port: str = ''\n    name: str"), "minor"),
+        (("def said(self) -> str: ...\nclass _Opens", "def said(self) -> int: ...\nclass _Opens"), "none"),  # replaced
+        (("    def open", "    def shut(self) -> int: ...\n    def open"), "major"),  # no old Port has it
+        (("    def open(self)", "    def open(self, n: int = 0)"), "major"),
+        (("limit: int", "most: int"), "major"),
+    ],
+)
+def test_what_has_no_name_of_its_own_is_part_of_what_refers_to_it(edit, move):
+    changed = HIDDEN.replace(*edit)
+    assert changed != HIDDEN
+    assert surface.required_move(surface.surface(HIDDEN), surface.surface(changed))[0] == move
+
+
+@pytest.mark.parametrize("prefix", ["", "api."])
+def test_what_is_imported_as_itself_is_promised(prefix):
+    lines = surface.surface("from gem_x.parts import build as build\nfrom gem_x.parts import other\n", prefix=prefix)
+    assert lines == [f"{prefix}build = gem_x.parts.build"]
+    assert surface.required_move(lines, surface.surface("", prefix=prefix))[0] == "major"
+
+
+HANDED = """
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    cost: Cost | None = None
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    terms: tuple[Term, ...] = ()
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    weight: float = 1.0
+    def total(self) -> float: ...
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    rows: int = 0
+class Group(ABC):
+    @abstractmethod
+    def launch(self, call: Call) -> Report: ...
+    def start(self, request: Request) -> Report: ...
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    x: int = 0
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    x: int = 0
+class Plain:
+    config: int = 0
+"""
+FACTORIES = {
+    "protocol": "class LoaderFactory(Protocol):\n    def __call__(self, *, config: Config) -> Report: ...",
+    "alias": "Factory = Callable[[Sequence[Config], int], Report]",
+}
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+@pytest.mark.parametrize(
+    ("before", "move"),
+    [
+        ("    cost: ", "major"),  # what builds a loader takes it
+        ("    terms: ", "major"),  # it holds it
+        ("    weight: ", "major"),
+        ("    def total", "minor"),  # as a method: inherited
+        ("    rows: ", "minor"),  # handed out, not in
+        ("    x: int = 0\n@", "major"),  # what an abstract method takes
+        ("    x: int = 0\nclass Plain", "minor"),  # what an inherited one takes
+        ("    config: ", "minor"),
+    ],
+)
+def test_a_field_that_implementations_must_obey_is_breaking(factory, before, move):
+    def lines(source):
+        return [*surface.surface(source), *surface.surface(FACTORIES[factory], prefix="testing.")]
+
+    what = "    def more(self) -> int: ...\n" if "def" in before else "    more: int = 0\n"
+    changed = HANDED.replace(before, what + before, 1)
+    assert changed != HANDED
+    assert surface.required_move(lines(HANDED), lines(changed))[0] == move
+
+
+def test_a_new_setting_of_loaders_is_breaking():
+    frozen = surface.frozen_surface((surface.SNAPSHOTS / "gem_data.txt").read_text()).lines
+    for line in ("LoaderConfig.more: int = 0", "CostTerm.more: int = 0"):
+        assert surface.required_move(frozen, [*frozen, line])[0] == "major"
+    assert surface.required_move(frozen, [*frozen, "testing.Quirks.more: bool = True"])[0] == "minor"
+
+
+def imported(paths) -> set[tuple[str, str, str]]:
+    """(package, module, name) of what these files import from packages."""
+    found = set()
+    for path in paths:
+        text = path.read_text()
+        sources = re.findall(r"```(?:{[\w-]+} )?python\n(.*?)```", text, re.DOTALL) if path.suffix == ".md" else [text]
+        for node in (node for source in sources for node in ast.walk(ast.parse(source))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in surface.interfaces():
+                package, _, module = node.module.partition(".")
+                found |= {(package, module, alias.name) for alias in node.names}
+    return found
+
+
+def test_what_the_pipeline_and_out_of_tree_users_import_is_frozen():
+    pipeline = imported((ROOT / "pipelines").rglob("*.py"))
+    users = imported((ROOT / "docs" / "examples").glob("*.py"))
+    rows = [line for line in (ROOT / "docs" / "out-of-tree.md").read_text().splitlines() if line.startswith("| ")]
+    for package, rest in (found for row in rows for found in re.findall(r"(gem_\w+)\.testing(.*)", row)):
+        users |= {(package, "testing", name) for name in ["Quirks", *re.findall(r"\b(?:check|run|conform)\w+", rest)]}
+    assert len(pipeline) > 70
+    assert ("gem_comm", "testing", "check_codec") in users
+    missing = []
+    for package, module, name in sorted(pipeline | users):
+        told = surface.frozen_surface((surface.SNAPSHOTS / f"{package}.txt").read_text()).lines
+        wanted = name if module == "interface" else f"{module}.{name}"
+        if not any(re.match(rf"(class |def |async def )?{re.escape(wanted)}\b", line) for line in told):
+            missing.append(f"{package}.{module}.{name}")
+    assert not missing, f"list them in ci/surface.toml, and run: python ci/surface.py --update: {missing}"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from gem_data.exchange import pack_rows, row_bytes, rows_of_batch, take_rows, un
 from gem_data.interface import Batch, CostModel, CostTerm, DataError, LoaderConfig, Schema
 from gem_data.packing import move_batch, pack_batch
 from gem_data.reference_balance import reference_load
-from gem_data.streaming import StreamingLoader
+from gem_data.streaming import StreamingLoader, time_windows
 from gem_data.testing import (
     batch_difference,
     tiny_request_schema,
@@ -243,6 +243,52 @@ def test_one_difference_in_the_users_part_is_another_request(column: str) -> Non
     assert grouped.num_rows == 1
     grouped = pa.concat_tables(list(to_requests(request_schema(tiny_schema(), ["id.item"]), table)))
     assert [len(ids) for ids in grouped.column("sample_id").to_pylist()] == [2, 1, 1]
+
+
+def groups_of(directory: Path) -> list[list[int]]:
+    """Of every row group of the training files: its samples."""
+    found = []
+    for file in read_schema(directory).files:
+        if file.split == "train":
+            with pq.ParquetFile(directory / file.path) as opened:
+                for group in range(opened.num_row_groups):
+                    ids = opened.read_row_group(group, columns=["sample_id"]).column("sample_id").to_pylist()
+                    found.append([i for one in ids for i in (one if isinstance(one, list) else [one])])
+    return found
+
+
+def test_conversions_keep_row_groups(tmp_path: Path) -> None:
+    """Time windows are made of them. A request is in the row group in which its first sample was."""
+    write_dataset(tmp_path / "first", SCHEMA, {"train": tiny_request_table(rows=60, seed=2)}, rows_per_group=10)
+    wanted = groups_of(tmp_path / "first")
+    assert len(wanted) == 6
+    expand_requests(tmp_path / "first", tmp_path / "plain")
+    assert groups_of(tmp_path / "plain") == wanted
+    group_requests(tmp_path / "plain", tmp_path / "again", impression=SCHEMA.impression)
+    assert groups_of(tmp_path / "again") == wanted
+    windows = [time_windows(tmp_path / name, seconds=100) for name in ("first", "plain", "again")]
+    assert [[(w.first, w.last) for w in found] for found in windows[1:]] == [
+        [(w.first, w.last) for w in windows[0]]
+    ] * 2
+    expand_requests(tmp_path / "first", tmp_path / "small", rows_per_group=7)
+    assert {len(ids) for ids in groups_of(tmp_path / "small")[:-1]} == {7}
+    group_requests(tmp_path / "plain", tmp_path / "other", impression=SCHEMA.impression, rows_per_group=30)
+    assert [sum(map(len, wanted[:3])), sum(map(len, wanted[3:]))] == [len(g) for g in groups_of(tmp_path / "other")]
+
+
+@pytest.mark.parametrize("rows_per_group", [1, 2, 3, 5, 8, 13])
+def test_a_request_over_several_row_groups_is_where_it_began(tmp_path: Path, rows_per_group: int) -> None:
+    """Requests of 1, 4, 2, 1, 3 and 2 samples, cut anywhere."""
+    sizes = [1, 4, 2, 1, 3, 2]
+    owner = np.repeat(np.arange(6), sizes)
+    table = tiny_table(rows=6, seed=0).take(owner.tolist())
+    table = table.set_column(table.column_names.index("sample_id"), "sample_id", pa.array(range(13), pa.int64()))
+    write_dataset(tmp_path / "a", tiny_schema(), {"train": table}, rows_per_group=rows_per_group)
+    group_requests(tmp_path / "a", tmp_path / "b", impression=["id.item"])
+    group_of_sample = np.arange(13) // rows_per_group
+    begins = group_of_sample[np.searchsorted(owner, np.arange(6))]
+    wanted = [[i for i in range(13) if begins[owner[i]] == group] for group in np.unique(begins)]
+    assert groups_of(tmp_path / "b") == wanted
 
 
 def test_data_sets_there_and_back(tmp_path: Path) -> None:

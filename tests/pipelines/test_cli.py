@@ -145,6 +145,15 @@ def test_data_is_prepared_inspected_and_verified(tmp_path, capsys):
     assert "train: 240 rows\neval: 60 rows" in capsys.readouterr().out
     assert main(["data", "inspect", out]) == 0
     assert json.loads(capsys.readouterr().out)["splits"]["eval"]["rows"] == 60
+    small = str(tmp_path / "small")
+    assert main(["data", "prepare", "parity", "rows=300", "--out", small, "--rows-per-group", "100"]) == 0
+    assert main(["data", "requests", small, "--out", f"{small}-r", "--impression", "id.item"]) == 0
+    assert main(["data", "impressions", f"{small}-r", "--out", f"{small}-i"]) == 0
+    assert main(["data", "impressions", f"{small}-r", "--out", f"{small}-j", "--rows-per-group", "60"]) == 0
+    made = [pq.ParquetFile(next(Path(f"{small}{end}").glob("train-*"))) for end in ("", "-r", "-i", "-j")]
+    assert [file.num_row_groups for file in made] == [3, 3, 3, 4]
+    assert main(["data", "prepare", "parity", "--out", str(tmp_path / "no"), "--rows-per-group", "0"]) == 1
+    assert "rows_per_group: expected at least 1, came 0" in capsys.readouterr().err
     assert main(["data", "verify", out]) == 0
     path = next(Path(out).glob("train-*.parquet"))
     data = bytearray(path.read_bytes())

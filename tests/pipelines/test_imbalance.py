@@ -13,7 +13,7 @@ import torch
 from gem_data.api import batch_from_table, events_cost
 from gem_data.interface import Batch, CostModel, CostTerm
 from gem_data.testing import tiny_request_schema, tiny_request_table
-from gem_pipelines import checkpoint
+from gem_pipelines import checkpoint, evaluate
 from gem_pipelines import trainer as trainer_module
 from gem_pipelines.balance import BalancedLoader
 from gem_pipelines.cost import batch_loads
@@ -279,12 +279,12 @@ def test_a_budget_of_memory_bounds_the_bytes_that_the_file_predicts(make_job, ta
     memory = CostModel(unit="bytes", per_step=100.0, per_sample=10.0, terms=(CostTerm(stream=name, coefficient=7.0),))
     cut = make_job("cut", balance={"cost": str(path), "budget": 500.0, "budget_of": "memory"})
     batch = next(whole.loader.epoch())
-    parts = cut.trainer._cut([batch])
+    parts = cut.trainer.cut([batch])
     most = max(100.0 + float(batch_loads(memory, part).sum()) for part in parts)
     assert 400 < most <= 500
     assert [s for part in parts for s in part.sample_ids.tolist()] == batch.sample_ids.tolist()
     by_time = make_job("time", balance={"cost": str(path), "budget": 500.0})
-    assert len(by_time.trainer._cut([batch])) == 1
+    assert len(by_time.trainer.cut([batch])) == 1
     (a,), (b,) = take_steps(make_job("again"), 1), take_steps(cut, 1)
     assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
     for balance, message in (
@@ -296,6 +296,30 @@ def test_a_budget_of_memory_bounds_the_bytes_that_the_file_predicts(make_job, ta
     path.write_text(json.dumps({"time": {"unit": "seconds", "per_sample": 1.0}}))
     with pytest.raises(ConfigError, match="expected the key 'memory'"):
         make_job("worse", balance={"cost": str(path), "budget": 500.0, "budget_of": "memory"})
+
+
+def test_evaluation_stays_within_the_budget(make_job, monkeypatch) -> None:
+    """80 rows, which are one batch of it, in parts as small as training's; the figures stay."""
+    packed: list[list[float]] = [[], []]
+    wanted = None
+    for number, balance in enumerate(({"cost": "events"}, {"cost": "events", "budget": 60.0})):
+        job = make_job(f"run{number}", balance=balance, train={"steps": 1})
+
+        def spy(batch, schema, original=evaluate.pack, loads=packed[number], **settings):
+            loads.append(float(batch_loads(events_cost(schema), batch).sum()))
+            return original(batch, schema, **settings)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(evaluate, "pack", spy)
+            found = job.train(resumed_from=None, survey=None).evaluation
+        wanted = found if wanted is None else wanted
+        assert found["samples"] == 80
+        for task, figures in found["tasks"].items():
+            assert figures == pytest.approx(wanted["tasks"][task], rel=1e-4)
+    assert len(packed[0]) == 1
+    assert packed[0][0] > 300
+    assert max(packed[1]) <= 60
+    assert sum(packed[1]) == packed[0][0]
 
 
 def test_a_budget_changes_memory_and_not_the_step(make_job, take_steps) -> None:

@@ -78,7 +78,7 @@ def test_several_steps_train_what_plain_samples_train(job_on, requests, samples,
         plain = expand_batch(one.schema, batch)
         first = one.trainer.step([batch], clock=PartClock(device=torch.device("cpu")))
         second = other.trainer.step([plain], clock=PartClock(device=torch.device("cpu")))
-        cuts.append(len(one.trainer._cut([batch])))
+        cuts.append(len(one.trainer.cut([batch])))
         assert batch.rows < first["rows"] == second["rows"] == batch.sample_ids.numel()
         assert first["samples"] == second["samples"]
         assert first["events"] < second["events"]

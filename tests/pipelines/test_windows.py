@@ -24,7 +24,7 @@ from gem_pipelines.job import build
 from gem_pipelines.ledger import verify_ledger, verify_run
 from gem_pipelines.rundir import RunDirectory, read_records
 from gem_pipelines.runtime import Runtime
-from gem_pipelines.windows import ends_epoch, evaluates_window, streaming
+from gem_pipelines.windows import ends_epoch, evaluates_window, streaming, tell_of_no_prediction
 
 SECONDS = 200_000
 FIGURES = ("step", "epoch", "samples", "tokens", "loss", "grad_norm")
@@ -143,6 +143,34 @@ def test_no_window_is_trained_that_was_not_predicted(make_stream, quiet_day):
     assert record["time_window"] == {
         "trained": 0, "evaluated": 2, "passed_over": [1], "first": windows[1].first, "last": windows[2].last
     }  # fmt: skip
+
+
+def test_a_stream_in_which_nothing_is_predicted_says_so_at_its_start(make_stream, debug_data, quiet_day, log, capsys):
+    """One window; several of which the last alone has a batch; and a run that ends inside the first."""
+
+    def said(name, **settings):
+        job = make_stream(name, **settings)
+        job.loader.close()
+        return tell_of_no_prediction(job.loader, job.trainer.config, steps=job.total_steps)
+
+    told = said("one", source=debug_data)
+    assert f"{debug_data}: its 1 row group, seconds " in told
+    assert "is 1 window of data.stream_seconds 200000" in told
+    assert "gemline data prepare, requests or impressions --rows-per-group N" in told
+    told = said("all", data={"stream_seconds": 10**9})
+    assert ": its 16 row groups, seconds " in told
+    assert "Lower data.stream_seconds" in told
+    told = said("short", train={"steps": 1})
+    assert "train.steps 1 ends before" in told
+    assert said("many") is None
+    settings = {"source": quiet_day, "data": {"drop_last": True, "stream_seconds": 100 * SECONDS}}
+    assert said("quiet", **settings) is None
+    settings["data"]["global_batch_size"] = 81
+    with pytest.raises(DataError, match="expected a window with rows for at least one batch"):
+        said("none", **settings)
+    job = make_stream("run", source=debug_data, train={"steps": 1})
+    job.train(resumed_from=None, survey=None)
+    assert "no window of time is predicted before it is trained" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("grows", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -1,11 +1,13 @@
 """Who gets which rows, so that everyone's work is alike: pure functions of loads, no file, no tensor, no processes.
 
-A step takes as long as its slowest rank. Three ways to even the loads out, by what they cost:
+A step takes as long as its slowest rank. Three tools, by what they cost:
 
     base_batch_order   inside one rank's own reading order, nothing is sent: base batches (128 rows, say) are sorted by
                        load and the heaviest are put with the lightest. Meta reports about 90 % of the optimum
     partition          over all ranks of one global batch: close to perfect, but the rows must be sent
-    budget_batches     batches of about equal load instead of equal rows, which bounds memory
+    budget_batches     cuts rows at hand into parts of at most so much load, which bounds memory; the job cuts a rank's
+                       batch so into micro-batches. The loader makes no batches of a budget: its batches are of
+                       global_batch_size rows, and which rows make a step does not follow from loads
 
 The first two keep every row once an epoch; the third cuts where it must. All are deterministic: equal loads are taken
 in order, and the only randomness is a permutation by a key (batching.permutation), so that a resumed run repeats them.
@@ -282,6 +284,8 @@ def budget_batches(
     loads: Sequence[float] | Float64, *, budget: float, max_rows: int | None = None
 ) -> list[tuple[int, int]]:
     """Consecutive (start, stop) whose loads stay within `budget`; a row that exceeds it stands alone.
+
+    It cuts rows that one rank has at hand. No batches of a loader are made of it: see the module docstring.
 
     >>> budget_batches([2.0, 3.0, 1.0, 9.0, 1.0], budget=5.0)
     [(0, 2), (2, 3), (3, 4), (4, 5)]

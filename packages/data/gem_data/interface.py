@@ -9,6 +9,7 @@
 1.6  Schema.impression, Batch.requests: a row is a request with several impressions; CostModel.per_impression,
      CostTerm.targets: what impressions add to the load of a row
 1.7  LoaderConfig.readers: threads that decode row groups ahead
+1.8  conversions to requests and back keep row groups; write_dataset(table_groups)
 
 The native layout is a directory:
 
@@ -47,7 +48,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-INTERFACE_VERSION = (1, 7)
+INTERFACE_VERSION = (1, 8)
 
 
 class DataError(ValueError):

@@ -11,13 +11,16 @@ number of impressions times the share of the histories, and with them reading, h
 
     user 1 at second 50 was shown items 7 and 8, user 2 at second 50 item 7: three samples, requests of [7, 8] and [7]
 
-Cost: one pass; a row group at a time is in memory, and what is left of the request at its end.
+Row groups stay what they are, of the same requests (a request is in that in which its first sample was): windows of
+time are made of them, and so are the same before and after.
+
+Cost: one pass; in memory are a row group at a time, the one before it as requests, and the samples of its last one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -57,8 +60,8 @@ def request_schema(schema: Schema, impression: Sequence[str]) -> Schema:
 def to_requests(schema: Schema, tables: pa.Table | Iterable[pa.Table]) -> Iterator[pa.Table]:
     """Tables of plain samples, one after the other, as tables of the requests of `schema` (`request_schema`).
 
-    A request may begin in one table and end in a later one. Raises DataError for columns that do not fit, which names
-    the table by its number, where there are several, and the row in it.
+    A request may begin in one table and end in a later one; it comes with those of the former. Raises DataError for
+    columns that do not fit, which names the table by its number, where there are several, and the row in it.
     """
     if isinstance(tables, pa.Table):
         return _to_requests(schema, [(tables, _WHERE)])
@@ -66,9 +69,14 @@ def to_requests(schema: Schema, tables: pa.Table | Iterable[pa.Table]) -> Iterat
 
 
 def _to_requests(schema: Schema, tables: Iterable[Placed]) -> Iterator[pa.Table]:
-    """Each table is decoded alone, before rows of the one before are put in front, so that errors name its own rows."""
+    """Each table is decoded alone, before rows of the one before are put in front, so that errors name its own rows.
+
+    What comes are the requests that begin in one table, so that row groups stay what they are. held: those of the table
+    before, but the last; pending: the samples of that one, which may go on.
+    """
     plain = dataclasses.replace(schema, impression=())
     fields = pa.schema([pa.field(column.name, arrow_type(column, nullable=True)) for column in columns(plain)])
+    held: list[pa.Table] = []
     pending: pa.Table | None = None
     for table, where in tables:
         check_types(plain, table.schema, where)
@@ -79,12 +87,16 @@ def _to_requests(schema: Schema, tables: Iterable[Placed]) -> Iterator[pa.Table]
         if not joined.num_rows:
             continue
         starts = _starts(schema, decode(plain, joined, _WHERE))
-        last = int(starts[-1])
+        first, last = 0, int(starts[-1])
+        if last and pending is not None:
+            first = int(starts[1])
+            yield pa.concat_tables([*held, _grouped(schema, joined.slice(0, first), starts[:1])])
+            held, starts = [], starts[1:]
+        if first < last:
+            held = [_grouped(schema, joined.slice(first, last - first), starts[:-1] - first)]
         pending = joined.slice(last)
-        if last:
-            yield _grouped(schema, joined.slice(0, last), starts[:-1])
     if pending is not None:
-        yield _grouped(schema, pending, np.zeros(1, np.int64))
+        yield pa.concat_tables([*held, _grouped(schema, pending, np.zeros(1, np.int64))])
 
 
 def to_impressions(schema: Schema, table: pa.Table) -> pa.Table:
@@ -108,20 +120,31 @@ def _to_impressions(schema: Schema, placed: Placed) -> pa.Table:
 
 
 def group_requests(
-    source: str | Path | RemotePath, target: str | Path, *, impression: Sequence[str], overwrite: bool = False
+    source: str | Path | RemotePath,
+    target: str | Path,
+    *,
+    impression: Sequence[str],
+    rows_per_group: int | None = None,
+    overwrite: bool = False,
 ) -> Schema:
     """Write the plain samples of the data set `source` as requests into the directory `target`; returns its schema.
+
+    rows_per_group  None = the requests that begin in a row group of `source` are a row group
 
     Raises DataError and ValueError as `request_schema` and `write_dataset` do; nothing is written then.
     """
     plain = read_schema(source)
     schema = request_schema(plain, impression)
     tables = {split: _to_requests(schema, found) for split, found in _tables(source, plain).items()}
-    return write_dataset(target, schema, tables, overwrite=overwrite)
+    return _write(target, schema, tables, rows_per_group, overwrite)
 
 
-def expand_requests(source: str | Path | RemotePath, target: str | Path, *, overwrite: bool = False) -> Schema:
+def expand_requests(
+    source: str | Path | RemotePath, target: str | Path, *, rows_per_group: int | None = None, overwrite: bool = False
+) -> Schema:
     """Write the requests of the data set `source` as plain samples: the inverse of `group_requests`.
+
+    rows_per_group  None = the samples of a row group of `source` are a row group, which then takes more memory
 
     Raises ValueError where the rows of `source` are no requests.
     """
@@ -132,7 +155,24 @@ def expand_requests(source: str | Path | RemotePath, target: str | Path, *, over
         split: (_to_impressions(schema, placed) for placed in found) for split, found in _tables(source, schema).items()
     }
     plain = dataclasses.replace(schema, impression=(), files=())
-    return write_dataset(target, plain, tables, overwrite=overwrite)
+    return _write(target, plain, tables, rows_per_group, overwrite)
+
+
+def _write(
+    target: str | Path,
+    schema: Schema,
+    tables: Mapping[str, Iterator[pa.Table]],
+    rows_per_group: int | None,
+    overwrite: bool,
+) -> Schema:
+    return write_dataset(
+        target,
+        schema,
+        tables,
+        rows_per_group=rows_per_group,
+        table_groups=rows_per_group is None,
+        overwrite=overwrite,
+    )
 
 
 def _tables(source: str | Path | RemotePath, schema: Schema) -> dict[str, Iterator[Placed]]:

@@ -6,7 +6,8 @@ a hidden neighbour that is renamed at the end, so a killed writer leaves no half
 holds the hash of every file (hashing.py), by which a loader state knows its data.
 
 Row groups are the unit of reading and shuffling, and a loader holds `window_groups` decoded ones per shard; so by
-default one decodes to about 8 MiB (at most 65,536 rows). zstd with dictionary pages keeps repeated ids small.
+default one decodes to about 8 MiB (at most 65,536 rows). Windows of time are made of whole row groups: a log that is
+streamed needs shorter ones. zstd with dictionary pages keeps repeated ids small.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def write_dataset(
     *,
     rows_per_file: int = DEFAULT_ROWS_PER_FILE,
     rows_per_group: int | None = None,
+    table_groups: bool = False,
     overwrite: bool = False,
 ) -> Schema:
     """Write `tables` (split -> table, or tables to be written one after the other) as a data set.
@@ -49,6 +51,7 @@ def write_dataset(
     schema          its `files` are replaced; a mapping is the JSON form
     rows_per_file   a file is closed at the first row group that reaches this many rows
     rows_per_group  None = as many as decode to about 8 MiB, judged by the first table of each split
+    table_groups    each table is a row group, however large; rows_per_group must be None
     overwrite       replace an existing data set; otherwise an existing, non-empty directory is refused
 
     Returns the schema as written. Raises DataError for bad rows (named by split and row) and ValueError for arguments;
@@ -66,6 +69,8 @@ def write_dataset(
     check_schema(schema, source="schema")
     local_only(directory, "write_dataset")
     target = Path(directory)
+    if table_groups and rows_per_group is not None:
+        raise ValueError(f"rows_per_group: expected None with table_groups, came {rows_per_group}")
     _check_arguments(target, tables, rows_per_file, rows_per_group, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.parent / f".{target.name}.writing-{os.getpid()}"
@@ -75,7 +80,8 @@ def write_dataset(
         files: list[FileInfo] = []
         for split in SPLITS:
             if split in tables:
-                files += _write_split(draft, schema, split, tables[split], rows_per_file, rows_per_group)
+                groups = _groups(schema, split, tables[split], rows_per_group, table_groups)
+                files += _write_split(draft, schema, split, groups, rows_per_file)
         written = dataclasses.replace(schema, files=tuple(files))
         _write_text(draft / SCHEMA_FILE, json.dumps(schema_to_dict(written), indent=2) + "\n")
         _swap_in(draft, target)
@@ -89,15 +95,14 @@ def _write_split(
     draft: Path,
     schema: Schema,
     split: str,
-    tables: pa.Table | Iterable[pa.Table],
+    groups: Iterable[pa.Table],
     rows_per_file: int,
-    rows_per_group: int | None,
 ) -> list[FileInfo]:
     files: list[FileInfo] = []
     writer: pq.ParquetWriter | None = None
     rows, start, path = 0, 0, ""
     try:
-        for group in _groups(schema, split, tables, rows_per_group):
+        for group in groups:
             where = Where(file=f"{split} table", first_row=start)
             check_values(schema, decode(schema, group, where), where)
             if writer is None:
@@ -120,9 +125,15 @@ def _write_split(
 
 
 def _groups(
-    schema: Schema, split: str, tables: pa.Table | Iterable[pa.Table], rows_per_group: int | None
+    schema: Schema,
+    split: str,
+    tables: pa.Table | Iterable[pa.Table],
+    rows_per_group: int | None,
+    table_groups: bool,
 ) -> Iterator[pa.Table]:
-    """The rows of `tables` in tables of `rows_per_group` rows, with the columns in order and types checked."""
+    """The rows of `tables` in tables of `rows_per_group` rows, or as they are cut (table_groups), with the columns in
+    order and types checked.
+    """
     wanted = _arrow_schema(schema, nullable=True)
     pending: list[pa.Table] = []
     held, start = 0, 0
@@ -131,10 +142,15 @@ def _groups(
         _check_columns(table, wanted, where)
         check_types(schema, table.schema, where)
         start += table.num_rows
-        if rows_per_group is None and table.num_rows:
+        if rows_per_group is None and table.num_rows and not table_groups:
             rows_per_group = _group_rows(table)
         # Only names of list elements and nullability differ between what may come and what is written.
-        pending.append(table.select(wanted.names).cast(wanted))
+        table = table.select(wanted.names).cast(wanted)
+        if table_groups:
+            if table.num_rows:
+                yield table
+            continue
+        pending.append(table)
         held += table.num_rows
         if rows_per_group is None or held < rows_per_group:
             continue

@@ -16,10 +16,10 @@ def main(arguments: Sequence[str]) -> int:
     """Run one verb."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(
-            "usage: gemline data prepare NAME --out DIR [option=value ...]\n"
+            "usage: gemline data prepare NAME --out DIR [--rows-per-group N] [option=value ...]\n"
             "       gemline data inspect DIR\n       gemline data verify DIR\n"
-            "       gemline data requests DIR --out DIR --impression COLUMN ...\n"
-            "       gemline data impressions DIR --out DIR\n       gemline data ledger RUN"
+            "       gemline data requests DIR --out DIR --impression COLUMN ... [--rows-per-group N]\n"
+            "       gemline data impressions DIR --out DIR [--rows-per-group N]\n       gemline data ledger RUN"
         )
         return 0 if arguments else 1
     verb, rest = arguments[0], arguments[1:]
@@ -37,10 +37,11 @@ def prepare(arguments: Sequence[str]) -> int:
     parser.add_argument("name", help="name of the data set")
     parser.add_argument("options", nargs="*", help="options of the data set as name=value, e.g. rows=5000")
     parser.add_argument("--out", required=True, help="directory to make")
+    _add_rows_per_group(parser, "as many as decode to about 8 MiB")
     known = parser.parse_intermixed_args(arguments)
     from gem_pipelines.data_source import prepare_named
 
-    schema = prepare_named(known.name, known.options, Path(known.out), say=print)
+    schema = prepare_named(known.name, known.options, Path(known.out), say=print, rows_per_group=known.rows_per_group)
     for split in ("train", "eval"):
         rows = sum(file.rows for file in schema.files if file.split == split)
         print(f"{split}: {rows:,} rows")
@@ -84,10 +85,13 @@ def requests(arguments: Sequence[str]) -> int:
         required=True,
         help="columns that each impression has of its own, e.g. id.item dense.bid (labels and weights always are)",
     )
+    _add_rows_per_group(parser, "the requests that begin in a row group of DIR")
     known = parser.parse_args(arguments)
     from gem_data.api import group_requests
 
-    schema = group_requests(known.directory, known.out, impression=known.impression)
+    schema = group_requests(
+        known.directory, known.out, impression=known.impression, rows_per_group=known.rows_per_group
+    )
     print(f"ready: {sum(file.rows for file in schema.files):,} requests in {known.out}")
     return 0
 
@@ -100,10 +104,11 @@ def impressions(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("directory", help="data set of requests")
     parser.add_argument("--out", required=True, help="directory to make")
+    _add_rows_per_group(parser, "the samples of a row group of DIR")
     known = parser.parse_args(arguments)
     from gem_data.api import expand_requests
 
-    schema = expand_requests(known.directory, known.out)
+    schema = expand_requests(known.directory, known.out, rows_per_group=known.rows_per_group)
     print(f"ready: {sum(file.rows for file in schema.files):,} samples in {known.out}")
     return 0
 
@@ -134,6 +139,15 @@ def ledger(arguments: Sequence[str]) -> int:
         if ids:
             print(f"{name}: {', '.join(map(str, ids[:20]))}{', ...' if len(ids) > 20 else ''}")
     return 0 if report.ok else 1
+
+
+def _add_rows_per_group(parser: Parser, default: str) -> None:
+    parser.add_argument(
+        "--rows-per-group",
+        type=int,
+        metavar="N",
+        help=f"rows of a row group, of which windows of time (data.stream_seconds) are made; default: {default}",
+    )
 
 
 def _argument(verb: str, description: str, arguments: Sequence[str]) -> str:
