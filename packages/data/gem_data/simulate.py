@@ -8,6 +8,10 @@ of the ranks' loads, the mean over steps: before; after `partition` over ranks (
 shuffling inside each rank (base batches of 128 where a share holds two, else of 8; pools of 256 base batches): in
 windows that hold the pool, and in windows of 2,200 rows, which 8 row groups of 8 MiB hold of rows that
 have such lengths in one stream of one field.
+
+    python -m gem_data.simulate --loader [--steps 64]
+
+measures the same with files and the loader of every rank (simulate_loader.py).
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gem_data.balance import Float64, base_batch_order, imbalance, partition
+from gem_data.interface import LoaderConfig
 
 SMALL_WINDOW = 2200
 POOL = 256
@@ -82,15 +87,36 @@ def _mean_imbalance(loads: Float64) -> float:
 def main() -> None:
     """The command line above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--steps", type=int, help="default 128; with --loader 64")
+    parser.add_argument("--loader", action="store_true", help="write a data set and measure with the real loader")
     arguments = parser.parse_args()
+    if arguments.loader:
+        _print_measured(arguments.steps or 64)
+        return
+    steps = arguments.steps or 128
     print(f"ranks  rows  before  across ranks  base batches (of)  in windows of {SMALL_WINDOW} rows")
     for rows in (32, 256):
         for ranks in (2, 8, 64):
-            found = simulate(ranks=ranks, rows=rows, steps=arguments.steps)
+            found = simulate(ranks=ranks, rows=rows, steps=steps)
             print(
                 f"{ranks:5d}  {rows:4d}  {found.before:6.3f}  {found.across_ranks:12.4f}  "
                 f"{found.base_batches:12.3f} ({found.base_batch:3d})  {found.small_windows:10.3f}"
+            )
+
+
+def _print_measured(steps: int) -> None:
+    from gem_data import simulate_loader
+
+    default, large = (
+        groups * simulate_loader.GROUP_ROWS for groups in (LoaderConfig.window_groups, simulate_loader.LARGE_WINDOW)
+    )
+    print(f"ranks  rows  before  across ranks  base batches (of) in windows of {default} rows  of {large} rows")
+    for ranks in (2, 8, 64):
+        for found in simulate_loader.measure(ranks=ranks, rows=(32, 256), steps=steps):
+            print(
+                f"{ranks:5d}  {found.rows:4d}  {found.before:6.3f}  {found.across_ranks:12.4f}  "
+                f"{found.default_window:12.3f} ({found.base_batch:3d})  {found.large_window:10.3f}",
+                flush=True,
             )
 
 
