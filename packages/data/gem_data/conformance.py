@@ -290,7 +290,7 @@ def _any_world(factory: LoaderFactory, directory: Path, quirks: Quirks) -> None:
     for shards in (1, 8):
         config = _config(logical_shards=shards)
         whole = list(factory(directory, split="train", config=config).epoch())
-        for world in quirks.world_sizes:
+        for world in quirks.world_sizes if shards == 1 else quirks.world_sizes[-1:]:
             _assert_split(whole, _ranks(factory, directory, config, world, "train"), world)
 
 
@@ -376,9 +376,12 @@ def _resume_everywhere(factory: LoaderFactory, directory: Path) -> None:
             resumed = factory(directory, split="train", config=config)
             resumed.load_state_dict(state)
             assert resumed.state_dict() == state, f"step {step}: loading and saving changes nothing"
-            epochs_left = 2 - step // resumed.batches_per_epoch
-            rest = [batch for _ in range(epochs_left) for batch in resumed.epoch()]
-            assert_same(rest, batches[step:], f"resumed at step {step}")
+            rest = list(resumed.epoch())
+            if step + len(rest) < len(batches):
+                rest.append(next(resumed.epoch()))
+            resumed.close()
+            assert_same(rest, batches[step : step + len(rest)], f"resumed at step {step}")
+            assert step + len(rest) == len(batches) or rest[-1].step % resumed.batches_per_epoch == 0
 
 
 def _state_of_trained(factory: LoaderFactory, directory: Path) -> None:
