@@ -28,6 +28,8 @@ class Bf16Codec:
     name = "bf16"
 
     def encode(self, x_RD: Tensor) -> Tensor:
+        if x_RD.numel() == 0:  # counts as contiguous whatever its strides, and view would refuse them
+            return x_RD.new_empty(x_RD.shape[0], self.row_bytes(x_RD.shape[1]), dtype=torch.uint8)
         return x_RD.detach().to(torch.bfloat16).contiguous().view(torch.uint8)
 
     def decode(self, payload_RP: Tensor, columns: int) -> Tensor:
@@ -68,6 +70,10 @@ class _Scaled:
         scale_R1 = torch.where(largest_R1 > 0, (largest_R1 / self.largest).clamp_min(_TINY), 1.0)
         return torch.where(largest_R1.isfinite(), scale_R1, torch.nan)
 
+    def unit(self, x_RD: Tensor) -> Tensor:
+        """The scale, for error bounds: 0 for a row of zeros, which is coded exactly."""
+        return torch.where(x_RD.eq(0).all(dim=1, keepdim=True), 0.0, self.scale(x_RD))
+
     def to_bytes(self, scaled_RD: Tensor) -> Tensor:
         raise NotImplementedError
 
@@ -90,7 +96,7 @@ class Fp8Codec(_Scaled):
     def error_bound(self, x_RD: Tensor) -> Tensor:
         x = _rows(x_RD)
         # 2^-22 of the number: dividing by the scale and multiplying with it round once each in float32.
-        return x.abs() * (2.0**-4 + 2.0**-22) + self.scale(x) * 2.0**-10
+        return x.abs() * (2.0**-4 + 2.0**-22) + self.unit(x) * 2.0**-10
 
 
 class Int8Codec(_Scaled):
@@ -107,4 +113,4 @@ class Int8Codec(_Scaled):
 
     def error_bound(self, x_RD: Tensor) -> Tensor:
         x = _rows(x_RD)
-        return self.scale(x) * 0.5 + x.abs() * 2.0**-22
+        return self.unit(x) * 0.5 + x.abs() * 2.0**-22

@@ -10,26 +10,37 @@ On every rank of a group:
 Each rank knows what every rank puts in (`values` of its position), so the expected result is computed locally by the
 reference and nothing else needs to travel. Data that is only moved must arrive bit for bit; sums are compared with
 float64: an implementation may be off by 2 roundings of its dtype per rank that is added, at the size of the sum of the
-magnitudes. With a codec the bound is the codec's own, for each number that was coded.
+magnitudes. With a codec the bound is the codec's own, for each number that was coded; `check_codec` bounds that bound.
+
+Every call is also held against what the interface says of memory: x is left alone, and a result shares no memory with
+x, with other results, or with what another rank of the same process received.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gem_comm import differentiable
-from gem_comm.interface import Call, Codec, Collectives, CommError, Kind
+from gem_comm.interface import Call, Codec, Collectives, CommError, Kind, Reduction
 from gem_comm.quantized import from_rows, make_codec, to_rows
 from gem_comm.reference import collect
+from gem_comm.testing_codec import check_codec as check_codec
+from gem_comm.testing_codec import values as values
+
+KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
+_REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quirks:
     """What an implementation does not claim, as data; what it claims is tested in full.
+
+    ValueError where it claims nothing, so that nothing would be tested: no kinds, or kinds without a dtype.
 
     device          where tensors live
     reduce_dtypes   dtypes whose sums are tested
@@ -42,18 +53,19 @@ class Quirks:
     reduce_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.int64)
     move_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
     codec: str | Codec | None = None
-    kinds: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
+    kinds: tuple[Kind, ...] = KINDS
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.kinds) - set(KINDS))
+        if unknown or not self.kinds:
+            raise ValueError(f"Quirks.kinds is {self.kinds}, expected some of {KINDS}: without kinds nothing is tested")
+        offered = set(self.kinds) - {"barrier"}
+        for name, kinds in (("reduce_dtypes", offered & set(_REDUCTIONS)), ("move_dtypes", offered - set(_REDUCTIONS))):
+            if kinds and not getattr(self, name):
+                raise ValueError(f"Quirks.{name} is empty, so {sorted(kinds)} would not be tested: name a dtype")
 
 
 SHAPES = ((3,), (5, 4), (2, 3, 4), (0, 4), (0,), (1, 300), (600,))
-
-
-def values(position: int, shape: tuple[int, ...], dtype: torch.dtype, *, seed: int = 0) -> Tensor:
-    """What the rank at `position` puts in: known to all."""
-    generator = torch.Generator().manual_seed(1000 * seed + position)
-    if not dtype.is_floating_point:
-        return torch.randint(0, 100, shape, generator=generator).to(dtype)
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) * 3 ** (position % 4)).to(dtype)
 
 
 def check_rank(comm: Collectives, quirks: Quirks) -> None:
@@ -71,13 +83,50 @@ def _place(call: Call, device: str) -> Call:
     return _replace(call, call.x.to(device))
 
 
-def _compare(what: str, comm: Collectives, quirks: Quirks, calls: list[Call]) -> None:
-    """Run this rank's call and hold the result against the reference of all ranks' calls."""
+def _start(comm: Collectives, call: Call) -> Tensor:
+    return comm.start(call).wait()
+
+
+Layout = Callable[[Tensor], Tensor]
+Run = Callable[[Collectives, Call], Tensor]
+
+
+def _compare(
+    what: str,
+    comm: Collectives,
+    quirks: Quirks,
+    calls: list[Call],
+    *,
+    run: Run = _start,
+    layout: Layout = lambda x: x,
+    into: bool = False,
+) -> None:
+    """Run this rank's call and hold the result against the reference of all ranks' calls.
+
+    run: how the call is made; layout: the same values in other memory; into: give `out`, and look there.
+    """
     mine = _place(calls[comm.rank], quirks.device)
     assert mine.x is not None
-    given = mine.x.clone()
-    found = comm.start(mine).wait()
-    assert torch.equal(mine.x, given), f"{what}: x was changed"
+    x, out = layout(mine.x), None
+    given = x.clone()
+    if into:
+        out = torch.full_like(collect(calls)[comm.rank], 77).to(quirks.device)
+    found = run(comm, replace(mine, x=x, out=out))
+    assert torch.equal(x, given), f"{what}: x was changed"
+    if out is None:
+        assert not _share(found, x), f"{what}: the result lies in x's memory, expected a new tensor"
+    else:
+        assert found.data_ptr() == out.data_ptr(), f"{what}: out was not used"
+    _hold(what, comm, quirks, calls, found if out is None else out)
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether both lie in one piece of memory."""
+    return bool(a.numel() and b.numel()) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _hold(what: str, comm: Collectives, quirks: Quirks, calls: list[Call], found: Tensor) -> None:
+    """`found` is what this rank should have received."""
     expected = collect(calls)[comm.rank]
     assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
     assert found.dtype == expected.dtype, f"{what}: {found.dtype}, expected {expected.dtype}"
@@ -135,16 +184,15 @@ def _coded_error(call: Call, comm: Collectives, quirks: Quirks) -> Tensor:
 
 
 def check_moves(comm: Collectives, quirks: Quirks) -> None:
-    """all_gather and broadcast deliver every rank's values, in rank order."""
+    """all_gather and broadcast deliver every rank's values, in rank order; broadcast those of whichever is named."""
     for dtype in quirks.move_dtypes:
         for shape in SHAPES:
             if "all_gather" in quirks.kinds:
                 calls = _calls(comm, lambda i: Call(kind="all_gather", x=values(i, shape, dtype)))  # noqa: B023
                 _compare(f"all_gather {shape} {dtype}", comm, quirks, calls)
-            if "broadcast" in quirks.kinds:
-                last = comm.size - 1
-                calls = _calls(comm, lambda i: Call(kind="broadcast", x=values(i, shape, dtype), source=last))  # noqa: B023
-                _compare(f"broadcast {shape} {dtype}", comm, quirks, calls)
+            for source in sorted({0, comm.size // 2, comm.size - 1}) if "broadcast" in quirks.kinds else ():
+                calls = _calls(comm, lambda i: Call(kind="broadcast", x=values(i, shape, dtype), source=source))  # noqa: B023
+                _compare(f"broadcast {shape} {dtype} from {source}", comm, quirks, calls)
 
 
 def check_reductions(comm: Collectives, quirks: Quirks) -> None:
@@ -170,7 +218,7 @@ def check_all_to_all(comm: Collectives, quirks: Quirks) -> None:
         return
     n = comm.size
     plans = {
-        "uneven": lambda i, j: (2 * i + j) % 4,
+        "uneven": lambda i, j: (2 * i + j + 1) % 4,
         "rank 0 sends nothing": lambda i, j: 0 if i == 0 else 1 + j % 2,
         "rank 0 receives nothing": lambda i, j: 0 if j == 0 else 2,
         "empty": lambda i, j: 0,
@@ -188,20 +236,109 @@ def check_all_to_all(comm: Collectives, quirks: Quirks) -> None:
                 _compare(f"all_to_all, {name}, {rest}, {dtype}", comm, quirks, _calls(comm, call))
 
 
+def _one_of_each(
+    comm: Collectives, quirks: Quirks, *, seed: int = 0, op: Reduction = "sum"
+) -> Iterator[tuple[Kind, list[Call]]]:
+    """A call of every kind with tensors that is offered, for all ranks, of its first dtype; broadcast from the middle.
+
+    all_to_all is uneven: rank i sends (2 i + j + 1) % 4 rows to rank j.
+    """
+    n = comm.size
+
+    def call(kind: Kind, i: int) -> Call:
+        dtype = (quirks.reduce_dtypes if kind in _REDUCTIONS else quirks.move_dtypes)[0]
+        send = tuple((2 * i + j + 1) % 4 for j in range(n))
+        receive = tuple((2 * j + i + 1) % 4 for j in range(n))
+        rows = {"reduce_scatter": 2 * n, "all_to_all": sum(send)}.get(kind, 2)
+        x = values(i, (rows, 3), dtype, seed=seed)
+        if kind == "all_to_all":
+            return Call(kind=kind, x=x, send_rows=send, receive_rows=receive)
+        if kind == "broadcast":
+            return Call(kind=kind, x=x, source=n // 2)
+        return Call(kind=kind, x=x, op=op) if kind in _REDUCTIONS else Call(kind=kind, x=x)
+
+    for kind in KINDS[:-1]:
+        if kind in quirks.kinds:
+            yield kind, [call(kind, i) for i in range(n)]
+
+
 def check_out(comm: Collectives, quirks: Quirks) -> None:
-    """`out` receives the result, also where x is the own part of it; x may be a view with strides."""
-    if "all_gather" in quirks.kinds and quirks.codec is None:
-        out = torch.zeros(comm.size * 2, 3, device=quirks.device)
-        mine = out[2 * comm.rank : 2 * comm.rank + 2]
-        mine.copy_(values(comm.rank, (2, 3), torch.float32))
-        found = comm.all_gather(mine, out=out)
-        assert found.data_ptr() == out.data_ptr(), "out was not used"
-        expected = torch.cat([values(i, (2, 3), torch.float32) for i in range(comm.size)])
-        assert torch.equal(out.cpu(), expected), "all_gather into out"
-        assert torch.equal(comm.begin("all_gather", mine).wait().cpu(), expected), "all_gather, begun"
-        strided = values(comm.rank, (3, 2), torch.float32).to(quirks.device).t()
-        expected = torch.cat([values(i, (3, 2), torch.float32).t() for i in range(comm.size)])
-        assert torch.equal(comm.all_gather(strided).cpu(), expected), "all_gather of a view with strides"
+    """`out` receives the result, also where x is the own part of it."""
+    for op in ("sum", "max"):
+        for kind, calls in _one_of_each(comm, quirks, op=op):
+            if kind in ("all_gather", "reduce_scatter"):
+                _compare(f"{kind} {op} into out", comm, quirks, calls, into=True)
+    for kind, calls in _one_of_each(comm, quirks):
+        if kind == "all_gather":
+            x = calls[comm.rank].x
+            assert x is not None
+            out = torch.zeros(comm.size * 2, 3, dtype=x.dtype, device=quirks.device)
+            mine = out[2 * comm.rank : 2 * comm.rank + 2]
+            mine.copy_(x)
+            found = comm.all_gather(mine, out=out)
+            assert found.data_ptr() == out.data_ptr(), "all_gather into out around x: out was not used"
+            _hold("all_gather into out around x", comm, quirks, calls, out)
+
+
+def check_views(comm: Collectives, quirks: Quirks) -> None:
+    """x may be a view with strides: turned, or every other column of something wider."""
+    turned: Layout = lambda x: x.t().contiguous().t()  # noqa: E731
+    for kind, calls in _one_of_each(comm, quirks):
+        _compare(f"{kind} of a turned view", comm, quirks, calls, layout=turned)
+        _compare(f"{kind} of every other column", comm, quirks, calls, layout=_spread)
+        flat = [_replace(call, call.x[:, 0].contiguous()) for call in calls if call.x is not None]
+        _compare(f"{kind} of every other number", comm, quirks, flat, layout=_spread)
+
+
+def _spread(x: Tensor) -> Tensor:
+    """The values of x, with other numbers between them."""
+    return torch.stack([x, torch.full_like(x, 77)], dim=-1).flatten(-2)[..., ::2]
+
+
+def check_new(comm: Collectives, quirks: Quirks) -> None:
+    """Results are new tensors: two calls may be under way, and nobody's later call or result changes an earlier one."""
+    for (kind, ones), (_, others) in zip(
+        _one_of_each(comm, quirks), _one_of_each(comm, quirks, seed=1, op="sum"), strict=True
+    ):
+        mine = [_place(calls[comm.rank], quirks.device) for calls in (ones, others)]
+        pending = [comm.start(call) for call in mine]
+        found = [one.wait() for one in pending]
+        found.append(_start(comm, mine[1]))
+        for result, calls in zip(found, (ones, others, others), strict=True):
+            _hold(f"{kind}, after the next call", comm, quirks, calls, result)
+        for number, result in enumerate(found):
+            assert not any(_share(result, other) for other in found[:number]), f"{kind}: two results share memory"
+            result.fill_(comm.rank + 1)  # where ranks share memory, another's number comes
+        _start(comm, mine[0])
+        for result in found:
+            assert bool((result == comm.rank + 1).all()), (
+                f"{kind}: a result was changed by another rank or a later call"
+            )
+
+
+def check_barrier(comm: Collectives, quirks: Quirks) -> None:
+    """Nobody leaves before the last has come: the first and the last rank in turn come BARRIER_DELAY_S late.
+
+    Each rank reads its own clock only. It begins to count before a barrier that the late rank cannot leave without it,
+    so a rank that is slow by chance counts more, never less.
+    """
+    if "barrier" not in quirks.kinds or comm.size == 1:
+        return
+    for late in (0, comm.size - 1):
+        begin = time.monotonic()
+        comm.barrier()
+        if comm.rank == late:
+            time.sleep(BARRIER_DELAY_S)
+        comm.barrier()
+        if torch.device(quirks.device).type == "cuda":
+            torch.cuda.synchronize(quirks.device)  # there a wait may hold the stream, and not the host
+        waited = time.monotonic() - begin
+        assert waited >= BARRIER_DELAY_S, (
+            f"barrier: rank {comm.rank} left after {waited:.3f} s, rank {late} came {BARRIER_DELAY_S} s late"
+        )
+
+
+BARRIER_DELAY_S = 0.03
 
 
 def check_refusals(comm: Collectives, quirks: Quirks) -> None:
@@ -248,58 +385,45 @@ def check_gradients(comm: Collectives, quirks: Quirks) -> None:
 
 
 def check_calls(comm: Collectives, quirks: Quirks) -> None:
-    """The named calls give what `start` gives for the call they stand for; the group says who is in it."""
+    """The named calls and `begin` do what `start` does for the call they stand for; the group says who is in it."""
     assert (len(comm.ranks), list(comm.ranks)) == (comm.size, sorted(set(comm.ranks))), f"ranks {comm.ranks}"
     assert 0 <= comm.rank < comm.size, f"rank {comm.rank} of {comm.size}"
-    n, x = comm.size, values(comm.rank, (2 * comm.size, 3), torch.float32).to(quirks.device)
-    each = (2,) * n
-    named: dict[Kind, Callable[[], Tensor]] = {
-        "reduce_scatter": lambda: comm.reduce_scatter(x, op="max"),
-        "all_reduce": lambda: comm.all_reduce(x, op="max"),
-        "all_to_all": lambda: comm.all_to_all(x, send_rows=each, receive_rows=each),
-        "broadcast": lambda: comm.broadcast(x, source=n - 1),
-    }
-    whole = {
-        "reduce_scatter": Call(kind="reduce_scatter", x=x, op="max"),
-        "all_reduce": Call(kind="all_reduce", x=x, op="max"),
-        "all_to_all": Call(kind="all_to_all", x=x, send_rows=each, receive_rows=each),
-        "broadcast": Call(kind="broadcast", x=x, source=n - 1),
-    }
-    for kind, call in named.items():
-        if kind in quirks.kinds:
-            assert torch.equal(call(), comm.start(whole[kind]).wait()), f"{kind}, by its name"
+    for op in ("max", "sum"):
+        for kind, calls in _one_of_each(comm, quirks, op=op):
+            _compare(f"{kind} {op}, by its name", comm, quirks, calls, run=_by_name)
+    for kind, calls in _one_of_each(comm, quirks):
+        plain = [Call(kind=kind, x=call.x) for call in calls]
+        if kind != "all_to_all":  # which needs counts
+            _compare(f"{kind}, begun", comm, quirks, plain, run=_begin)
+            _compare(f"{kind}, by its name alone", comm, quirks, plain, run=_by_name)
 
 
-def check_codec(codec: Codec, *, device: str = "cpu") -> None:
-    """A codec in one process: rows of bytes, each alone, within the bound it states; what is not finite stays so."""
-    assert isinstance(codec.name, str)
-    assert codec.name, "a codec has a name"
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        for rows, columns in ((5, 4), (3, 300), (1, 1), (0, 7)):
-            what = f"{codec.name} of {rows} x {columns} {dtype}"
-            x_RD = values(rows, (rows, columns), dtype).to(device)
-            payload_RP = codec.encode(x_RD)
-            expected = (torch.uint8, (rows, codec.row_bytes(columns)))
-            assert (payload_RP.dtype, tuple(payload_RP.shape)) == expected, (
-                f"{what}: {payload_RP.shape}, row_bytes says {expected}"
-            )
-            found_RD, bound_RD = codec.decode(payload_RP, columns), codec.error_bound(x_RD)
-            assert found_RD.dtype == bound_RD.dtype == torch.float32, f"{what}: {found_RD.dtype}, {bound_RD.dtype}"
-            assert found_RD.shape == bound_RD.shape == x_RD.shape, f"{what}: {found_RD.shape}, {bound_RD.shape}"
-            error_RD = (found_RD.double() - x_RD.double()).abs()
-            assert (error_RD <= bound_RD.double() * (1 + 1e-6)).all(), f"{what}: error {error_RD} over {bound_RD}"
-            for row in range(rows):
-                assert torch.equal(codec.encode(x_RD[row : row + 1]), payload_RP[row : row + 1]), (
-                    f"{what}: row {row} alone"
-                )
-    for bad in (float("nan"), float("inf"), -float("inf")):
-        x_RD = values(1, (2, 6), torch.float32).to(device)
-        clean_RD = codec.decode(codec.encode(x_RD), 6)
-        x_RD[0, 3] = bad
-        found_RD = codec.decode(codec.encode(x_RD), 6)
-        assert torch.equal(found_RD[1], clean_RD[1]), f"{codec.name}: {bad} in a row changed the next one"
-        came = float(found_RD[0, 3])
-        assert came != came or came == bad, f"{codec.name}: {bad} came as {came}"
+def _begin(comm: Collectives, call: Call) -> Tensor:
+    assert call.x is not None
+    return comm.begin(call.kind, call.x).wait()
 
 
-CHECKS = (check_moves, check_reductions, check_all_to_all, check_out, check_refusals, check_gradients, check_calls)
+def _by_name(comm: Collectives, call: Call) -> Tensor:
+    """The method named as the call, told no more than what differs from its defaults."""
+    assert call.x is not None
+    if call.kind == "all_to_all":
+        return comm.all_to_all(call.x, send_rows=call.send_rows, receive_rows=call.receive_rows)
+    options: dict[str, object] = {} if call.op == "sum" else {"op": call.op}
+    if call.source:
+        options["source"] = call.source
+    method: Callable[..., Tensor] = getattr(comm, call.kind)
+    return method(call.x, **options)
+
+
+CHECKS = (
+    check_moves,
+    check_reductions,
+    check_all_to_all,
+    check_out,
+    check_views,
+    check_new,
+    check_barrier,
+    check_refusals,
+    check_gradients,
+    check_calls,
+)
