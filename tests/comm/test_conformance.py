@@ -278,23 +278,26 @@ KINDS = (*MOVED, "reduce_scatter", "all_reduce")
 REDUCED = dict.fromkeys(KINDS[3:], check_reductions)
 LEFT_ALONE = {**dict.fromkeys(MOVED, check_moves), "all_to_all": check_all_to_all, **REDUCED}  # who looks at x
 FAULTS = [
-    (LastSource, "broadcast", 3, check_moves),
-    (GivesX, "broadcast", 3, check_moves),
-    *((GivesX, kind, 1, check) for kind, check in LEFT_ALONE.items()),
-    *((NoOut, kind, 3, check_out) for kind in ("all_gather", "reduce_scatter")),
-    *((NoStrides, kind, 3, check_views) for kind in KINDS),
-    *((OneBuffer, kind, 3, check_new) for kind in KINDS),
-    *((OneForAll, kind, 3, check_new) for kind in ("all_gather", "broadcast", "all_reduce")),
-    *((InPlace, kind, 3, check) for kind, check in LEFT_ALONE.items()),
-    (BeginsMaximum, "begin", 3, check_calls),
-    (SumsToMean, "all_reduce", 3, check_calls),
-    (NoBarrier, "barrier", 3, check_barrier),
-    (WaitsForFirst, "barrier", 3, check_barrier),
+    (LastSource, "broadcast", 3, check_moves, "from 0: not the values"),
+    (GivesX, "broadcast", 3, check_moves, "lies in x's memory"),
+    *((GivesX, kind, 1, check, "lies in x's memory") for kind, check in LEFT_ALONE.items()),
+    *((NoOut, kind, 3, check_out, "out was not used") for kind in ("all_gather", "reduce_scatter")),
+    *((NoStrides, kind, 3, check_views, "of a turned view") for kind in KINDS),
+    *((OneBuffer, kind, 3, check_new, "after the next call") for kind in KINDS),
+    *(
+        (OneForAll, kind, 3, check_new, "by another rank|after the next call")
+        for kind in ("all_gather", "broadcast", "all_reduce")
+    ),
+    *((InPlace, kind, 3, check, "x was changed") for kind, check in LEFT_ALONE.items()),
+    (BeginsMaximum, "begin", 3, check_calls, "begun: "),
+    (SumsToMean, "all_reduce", 3, check_calls, "by its name"),
+    (NoBarrier, "barrier", 3, check_barrier, "rank . left after"),
+    (WaitsForFirst, "barrier", 3, check_barrier, "rank [01] left after .*, rank 2 came"),
 ]
 
 
-@pytest.mark.parametrize(("fault", "kind", "size", "check"), FAULTS)
-def test_a_planted_fault_is_seen_by_the_check_for_it(fault, kind, size, check):
+@pytest.mark.parametrize(("fault", "kind", "size", "check", "words"), FAULTS)
+def test_a_planted_fault_is_seen_by_the_check_for_it(fault, kind, size, check, words):
     kept = thread_groups([range(size)], axis="shard")
 
     def work(rank):
@@ -306,7 +309,7 @@ def test_a_planted_fault_is_seen_by_the_check_for_it(fault, kind, size, check):
             kept[0]._meeting._all_in.abort()  # or the others wait for this rank
             raise
 
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=words):
         run_ranks(size, work)
 
 

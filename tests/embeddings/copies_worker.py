@@ -50,6 +50,7 @@ def exact(shard: int, copies: int, rank: int) -> None:
                 train_step(tables, part_of(make_ids(9, seed=step), rank, rank + 2), scale=0.3)
                 with torch.no_grad():
                     tables(make_ids(2, seed=step))
+                testing.check_copies(tables, replicas)
             if fully_sharded:
                 assert tables._copies.memory.held_bytes == 0
                 kept = sum(own.numel() for own in tables._copies._weight.own)

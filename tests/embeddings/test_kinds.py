@@ -41,7 +41,10 @@ def test_one_process(one_process, kind):
     def factory(specs, optimizer, seed):
         return build_tables(specs, optimizer=optimizer, seed=seed, sharding=sharding)
 
-    testing.check_training(factory, Quirks(column_parts=testing.parts_of(sharding)))
+    copied = tuple(sharding) if kind == "data_parallel" else ()
+    quirks = Quirks(column_parts=testing.parts_of(sharding), copied=copied)
+    testing.check_training(factory, quirks)
+    testing.check_told(factory, quirks)
 
 
 def test_cut_columns_are_another_optimizer(one_process):

@@ -211,8 +211,8 @@ class ReferenceTables(nn.Module):
         return dict.fromkeys(self.tables, "whole on every rank")
 
     def copied_parts(self) -> dict[str, Tensor]:
-        """Nothing: copies are another implementation's."""
-        return {}
+        """The id maps, which every rank holds; copies of tables are another implementation's."""
+        return {} if self._managed is None else self._managed.copied_parts()
 
     def policy_counts(self) -> dict[str, dict[str, int]]:
         """Feature -> {"ids", "outside"} where the policy is not "error"; see the interface."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -17,12 +18,34 @@ SPECS = (
     TableSpec(name="word", rows=13, dim=4, features=("words",), pooling="mean", init_std=1.0),
 )
 KEYS = ("item", "shop", "tags", "more_tags", "words", "s.item")
+# The same tables with bags that are weighted, and features that look up two of them: "tags" and "more_tags".
+_CHANGES: dict[str, dict[str, object]] = {
+    "item": {"features": ("item", "s.item", "more_tags")},
+    "tag": {"weighted": True},
+    "word": {"features": ("words", "tags")},
+}
+SHARED_SPECS = tuple(dataclasses.replace(spec, **_CHANGES.get(spec.name, {})) for spec in SPECS)  # type: ignore[arg-type]
 OPTIMIZER = RowWiseAdagrad(lr=0.1, eps=1e-6)
 SEED = 3
 
 
-def make_ids(rows: int, *, seed: int, keys: Sequence[str] = KEYS, empty: bool = False) -> KeyedJaggedTensor:
-    """A batch for SPECS: scalars of length 1, bags and sequences of 0 to 5 ids (all empty when `empty`)."""
+def outputs_of(specs: Sequence[TableSpec]) -> dict[str, tuple[TableSpec, str]]:
+    """Name of an output -> (its table, the feature that is looked up). Example: "tags@word" is "tags" in "word"."""
+    features = [feature for spec in specs for feature in spec.features]
+    return {
+        f"{feature}@{spec.name}" if features.count(feature) > 1 else feature: (spec, feature)
+        for spec in specs
+        for feature in spec.features
+    }
+
+
+def make_ids(
+    rows: int, *, seed: int, keys: Sequence[str] = KEYS, empty: bool = False, weighted: bool = False
+) -> KeyedJaggedTensor:
+    """A batch for SPECS: scalars of length 1, bags and sequences of 0 to 5 ids (all empty when `empty`).
+
+    weighted: for SHARED_SPECS, with weights of either sign.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows_of = {feature: spec.rows for spec in SPECS for feature in spec.features}
     values, lengths = {}, {}
@@ -32,8 +55,12 @@ def make_ids(rows: int, *, seed: int, keys: Sequence[str] = KEYS, empty: bool = 
         if scalar or empty:
             lengths[key] = torch.full_like(lengths[key], int(scalar))
         values[key] = torch.randint(0, rows_of[key], (int(lengths[key].sum()),), generator=generator)
+    joined = torch.cat([values[key] for key in keys])
     return KeyedJaggedTensor(
-        keys=list(keys), values=torch.cat([values[k] for k in keys]), lengths=torch.cat([lengths[k] for k in keys])
+        keys=list(keys),
+        values=joined,
+        lengths=torch.cat([lengths[key] for key in keys]),
+        weights=torch.rand(joined.numel(), generator=generator) * 2 - 0.5 if weighted else None,
     )
 
 
@@ -71,20 +98,15 @@ def train_step(
     """
     out = tables(ids) if prepared is None else tables.look_up(prepared)
     coming = None if ahead is None else tables.prepare(ahead)
-    keys = ids.keys()
+    keys, outputs = ids.keys(), outputs_of(SPECS) | outputs_of(SHARED_SPECS)
     loss = torch.zeros((), dtype=next(iter(out.values())).dtype)
-    for feature, vectors in out.items():
+    for name, vectors in out.items():
+        spec, feature = outputs[name]
         lengths = ids.lengths().view(len(keys), -1)[keys.index(feature)] if ids.stride() else ids.lengths()
         # made on the CPU, so that an oracle there sees the same numbers
         weight_B = torch.cos(torch.arange(first_row, first_row + lengths.numel(), dtype=vectors.dtype))
         weight_B = weight_B.to(lengths.device)
-        weights = weight_B if vectors.shape[0] == lengths.numel() and not _is_sequence(feature) else None
-        if weights is None:
-            weights = weight_B.repeat_interleave(lengths)
+        weights = weight_B.repeat_interleave(lengths) if spec.pooling == "none" else weight_B
         loss = loss + (weights.to(vectors.device)[:, None] * (vectors - 0.3).square()).sum().to(loss.device)
     (loss * scale).backward()
     return coming
-
-
-def _is_sequence(feature: str) -> bool:
-    return next(spec.pooling for spec in SPECS if feature in spec.features) == "none"
