@@ -323,14 +323,14 @@ def _train_on_ranks(
     return tables
 
 
-def check_copies(tables: Tables, replicas: Replicas) -> None:
+def check_copies(tables: Tables, replicas: Replicas, *, device: str = "cpu") -> None:
     """On every rank of the exchange: what `copied_parts` shows is the same on all copies, names and bits.
 
     Not empty but where slices are held. With sync "average": right after an average.
     """
     parts, exchange = tables.copied_parts(), replicas.exchange
     assert parts or replicas.fully_sharded, "copied_parts is empty, but this rank holds what other copies hold"
-    names = torch.tensor([zlib.crc32("\n".join(parts).encode()), len(parts)])
+    names = torch.tensor([zlib.crc32("\n".join(parts).encode()), len(parts)], device=device)
     every = exchange.all_gather(names).view(exchange.size, 2)
     assert bool((every == every[0]).all()), f"copied_parts has other names on other copies than {list(parts)}"
     for name, part in parts.items():
@@ -364,7 +364,7 @@ def check_averages(
             if (step + 1) % replicas.every == 0:
                 _average(members)
         if (step + 1) % replicas.every == 0:
-            check_copies(tables, replicas)
+            check_copies(tables, replicas, device=quirks.device)
     # `table_state` averages what was not averaged yet, and counts moments in units of one process.
     for members in oracles:
         _average(members)
