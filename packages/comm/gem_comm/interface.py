@@ -2,6 +2,7 @@
 
 1.0  first version
 1.1  Collectives.begin
+1.2  the suite's `check_codec` bounds a codec's bound
 
 Words: a *tier* is a level of the network (host, zone, spine), fastest first. An *axis* is a dimension of a mesh. A
 *group* is the ranks that differ in one axis only; collectives run over groups. The dense model and the tables divide
@@ -25,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gem_comm import validation
 
-INTERFACE_VERSION = (1, 1)
+INTERFACE_VERSION = (1, 2)
 
 DENSE_AXES = ("expert", "shard", "replicate")
 TABLE_AXES = ("table_shard", "table_replica")

@@ -32,7 +32,7 @@ from gem_comm.reference import collect
 from gem_comm.testing_codec import check_codec as check_codec
 from gem_comm.testing_codec import values as values
 
-KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
+_KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
 _REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 
@@ -53,12 +53,14 @@ class Quirks:
     reduce_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.int64)
     move_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
     codec: str | Codec | None = None
-    kinds: tuple[Kind, ...] = KINDS
+    kinds: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.kinds) - set(KINDS))
+        unknown = sorted(set(self.kinds) - set(_KINDS))
         if unknown or not self.kinds:
-            raise ValueError(f"Quirks.kinds is {self.kinds}, expected some of {KINDS}: without kinds nothing is tested")
+            raise ValueError(
+                f"Quirks.kinds is {self.kinds}, expected some of {_KINDS}: without kinds nothing is tested"
+            )
         offered = set(self.kinds) - {"barrier"}
         for name, kinds in (("reduce_dtypes", offered & set(_REDUCTIONS)), ("move_dtypes", offered - set(_REDUCTIONS))):
             if kinds and not getattr(self, name):
@@ -257,7 +259,7 @@ def _one_of_each(
             return Call(kind=kind, x=x, source=n // 2)
         return Call(kind=kind, x=x, op=op) if kind in _REDUCTIONS else Call(kind=kind, x=x)
 
-    for kind in KINDS[:-1]:
+    for kind in _KINDS[:-1]:
         if kind in quirks.kinds:
             yield kind, [call(kind, i) for i in range(n)]
 

@@ -7,6 +7,8 @@
      `Exchange.begin`: slices of fully sharded tables travel beside other work
 1.3  `Tables.copied_parts`: what a rank holds in copy, so that copies can be compared
 1.4  `ManagedIds`: ids earn their rows, `Tables.id_state` and `load_id_state` and `id_shapes`; `Tables.state_shapes`
+1.5  `build_tables(timeout=...)`
+1.6  the suite compares what is held in copy: `Quirks.copied`, `check_copies`
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-INTERFACE_VERSION = (1, 5)
+INTERFACE_VERSION = (1, 6)
 
 Pooling = Literal["none", "sum", "mean"]
 Policy = Literal["error", "drop", "hash"]
