@@ -4,13 +4,16 @@ the file before.
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,40 +50,90 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(f"{seed} {request.node.name}")
 
 
-RUN_RANK = Path(__file__).with_name("run_rank.py")
+class RankParent:
+    """A process of run_rank.py."""
+
+    def __init__(self, env: dict[str, str] | None) -> None:
+        program = [sys.executable, str(Path(__file__).with_name("run_rank.py"))]
+        self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+    def tell(self, **command: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the process that forks ranks ended: {self._process.poll()}"
+        (value,) = json.loads(line).values()
+        return value
+
+    def ask(self, **command: Any) -> Any:
+        self.tell(**command)
+        return self.answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+
+
+def _end_of(ranks: list[tuple[RankParent, int]], *, seconds: float) -> list[int | None]:
+    """Exit codes; None for a rank that was stopped: after so many seconds, or five after another one failed."""
+    deadline = time.monotonic() + seconds
+    while True:
+        codes = [parent.ask(ended=[pid])[0] for parent, pid in ranks]
+        if any(codes):
+            deadline = min(deadline, time.monotonic() + 5)
+        if None not in codes or time.monotonic() >= deadline:
+            break
+        time.sleep(0.05)
+    for (parent, pid), code in zip(ranks, codes, strict=True):
+        if code is None:
+            os.kill(pid, signal.SIGKILL)
+            while parent.ask(ended=[pid]) == [None]:
+                time.sleep(0.005)
+    return codes
 
 
 @pytest.fixture(scope="session")
-def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
-    """run_ranks(worker, world_size, *arguments, timeout_s=240, env=None): the ranks of a test, see run_rank.py.
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., None]]:
+    """run_ranks(worker, world_size, *arguments, timeout_s=240, env=None): main(rank, world_size, init_method,
+    *arguments) of the file `worker` on every rank.
 
-    AssertionError with what each rank wrote on standard error where one fails; the others are then given five seconds.
+    AssertionError with what each rank wrote where one fails; the others are then given five seconds. Workers of a
+    folder are forked from two processes that have imported what they need, ranks of even and of odd numbers: their
+    seeds of Python's hashes differ, so that sets of text have other orders, as in ranks started one by one. With an
+    environment of their own, ranks are forked from new ones.
     """
+    kept: dict[Path, list[RankParent]] = {}
 
     def run(worker: Path, world_size: int, *arguments: str, timeout_s: float = 240, env: dict | None = None) -> None:
         folder = tmp_path_factory.mktemp("ranks")
-        command = [sys.executable, str(RUN_RANK), str(worker)]
+        parents = kept.get(worker.parent) if env is None else None
+        if parents is None:
+            parents = [RankParent(env) for _ in range(2)]
+            kept[worker.parent if env is None else folder] = parents
+        for parent in parents:
+            parent.tell(load=str(worker))
+        for parent in parents:
+            assert parent.answer() == [], "a fork of several threads is a fork of half a program"
         ranks = []
         for rank in range(world_size):
-            numbers = (str(rank), str(world_size), str(folder / "store"))
-            with open(folder / f"rank-{rank}.txt", "w") as errors:
-                ranks.append(subprocess.Popen([*command, *numbers, *arguments], stderr=errors, env=env or os.environ))
-        deadline = time.monotonic() + timeout_s
-        try:
-            while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
-                if any(process.returncode for process in ranks):
-                    deadline = min(deadline, time.monotonic() + 5)
-                time.sleep(0.05)
-        finally:
-            codes = [process.poll() for process in ranks]  # None: stopped here
-            for process in ranks:
-                process.kill()
-                process.wait()
+            given = [rank, world_size, f"file://{folder / 'store'}", *arguments]
+            parent = parents[rank % 2]
+            said = str(folder / f"rank-{rank}.txt")
+            ranks.append((parent, parent.ask(start=str(worker), arguments=given, said=said)))
+        codes = _end_of(ranks, seconds=timeout_s)
         said = [f"rank {rank}, exit code {code}:\n" for rank, code in enumerate(codes)]
         texts = [(folder / f"rank-{rank}.txt").read_text()[-3000:] for rank in range(world_size)]
         assert codes == [0] * world_size, "\n".join(a + b for a, b in zip(said, texts, strict=True))
 
-    return run
+    yield run
+    for parents in kept.values():
+        for parent in parents:
+            parent.close()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -43,3 +43,19 @@ def test_ranks_that_take_too_long_are_stopped(run_ranks, tmp_path):
     for file in tmp_path.glob("*.pid"):
         with pytest.raises(ProcessLookupError):
             os.kill(int(file.stem), 0)
+
+
+def test_ranks_have_other_orders_of_sets_and_what_environment_is_given(run_ranks, tmp_path):
+    file = worker(
+        tmp_path,
+        """
+        import os, pathlib
+        def main(rank, world_size, init_method, folder):
+            pathlib.Path(folder, f"{rank}-{os.environ.get('WORD')}").write_text(str(hash("seven")))
+        """,
+    )
+    run_ranks(file, 3, str(tmp_path))
+    run_ranks(file, 1, str(tmp_path), env={**os.environ, "WORD": "given"})
+    found = [(tmp_path / f"{rank}-None").read_text() for rank in range(3)]
+    assert found[0] == found[2] != found[1]
+    assert (tmp_path / "0-given").exists()
