@@ -19,7 +19,7 @@ from typing import Any
 from gem_pipelines.errors import RunError
 
 REQUIRED: dict[str, tuple[int, int]] = {
-    "gem_data": (1, 7),
+    "gem_data": (1, 8),
     "gem_embeddings": (1, 6),
     "gem_attention": (1, 1),
     "gem_comm": (1, 2),
@@ -66,7 +66,7 @@ def compare_versions(stored: Mapping[str, Any], found: Mapping[str, tuple[int, i
     Another major version forbids, as does a stored one that is none; another minor one, and a package that is in one
     of the two only, are said: whether the tensors still fit is found out by comparing them.
 
-    Example: stored {"gem_data": [1, 6]}, found {"gem_data": (1, 7), "gem_comm": (1, 2)} forbid nothing, and say that
+    Example: stored {"gem_data": [1, 6]}, found {"gem_data": (1, 8), "gem_comm": (1, 2)} forbid nothing, and say that
     gem_data was 1.6 and is 1.7, and that of gem_comm no version is stored.
     """
     forbidden, said = [], []

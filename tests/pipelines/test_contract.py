@@ -53,7 +53,7 @@ def test_same_major_and_minor_at_least(found, fits):
 @pytest.mark.parametrize(
     ("interface", "said"),
     [
-        ("INTERFACE_VERSION = (1, 4)\n", "gem_embeddings: interface 1.4 is installed, this pipeline needs 1.5"),
+        ("INTERFACE_VERSION = (1, 4)\n", "gem_embeddings: interface 1.4 is installed, this pipeline needs 1.6"),
         ("", "gem_embeddings is installed, but its interface.py declares no INTERFACE_VERSION"),
     ],
 )
