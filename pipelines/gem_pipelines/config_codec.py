@@ -56,6 +56,8 @@ def describe_type(expected: Any) -> str:
         return " or ".join(describe_type(option) for option in get_args(expected))
     if expected is type(None):
         return "None"
+    if get_origin(expected) is tuple and get_args(expected)[1:] == (Ellipsis,):
+        return f"any number of {describe_type(get_args(expected)[0])}"
     return expected.__name__ if isinstance(expected, type) and not get_args(expected) else str(expected)
 
 

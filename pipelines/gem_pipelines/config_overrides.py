@@ -10,13 +10,13 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tyro
 
 from gem_pipelines.config import RunConfig
-from gem_pipelines.config_codec import flatten
+from gem_pipelines.config_codec import describe_type, field_types, flatten
 from gem_pipelines.errors import ConfigError, did_you_mean
 
 
@@ -28,16 +28,7 @@ def apply_overrides(config: RunConfig, arguments: Sequence[str], *, own_flags: S
     if not arguments:
         return config
     known = flatten(config)
-    for argument in arguments:
-        if argument.startswith("--"):
-            key = argument[2:].split("=", 1)[0].replace("-", "_")
-            if key not in known:
-                valid = [f"--{name}" for name in known] + list(own_flags)
-                raise ConfigError(
-                    f"unknown config key {argument[2:].split('=', 1)[0]!r}; {did_you_mean(f'--{key}', valid)}"
-                )
-    if not arguments[0].startswith("--"):
-        raise ConfigError(f"unexpected argument {arguments[0]!r}: overrides look like --optimizer.lr 1e-3")
+    check_keys(known, arguments, own_flags=own_flags)
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
@@ -48,7 +39,52 @@ def apply_overrides(config: RunConfig, arguments: Sequence[str], *, own_flags: S
                 config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
             )
     except SystemExit:
-        raise ConfigError(_one_line(said.getvalue())) from None
+        raise ConfigError(_explain(_one_line(said.getvalue()), arguments)) from None
+
+
+def check_keys(known: Iterable[str], arguments: Sequence[str], *, own_flags: Sequence[str] = ()) -> None:
+    """Raise ConfigError for the first of `arguments` that is no key of `known`, nor the value of one."""
+    for argument in arguments:
+        if argument.startswith("--"):
+            key = argument[2:].split("=", 1)[0].replace("-", "_")
+            if key not in known:
+                valid = [f"--{name}" for name in known] + list(own_flags)
+                raise ConfigError(
+                    f"unknown config key {argument[2:].split('=', 1)[0]!r}; {did_you_mean(f'--{key}', valid)}"
+                )
+    if arguments and not arguments[0].startswith("--"):
+        raise ConfigError(f"unexpected argument {arguments[0]!r}: overrides look like --optimizer.lr 1e-3")
+
+
+def _explain(message: str, arguments: Sequence[str]) -> str:
+    """tyro's sentence on a value that it could not read as: key, what came, what was expected."""
+    found = re.match(r"Error parsing --([\w.-]+):", message)
+    if not found:
+        return message
+    key = found.group(1).replace("-", "_")
+    values = _given(key, arguments)
+    kind: Any = RunConfig
+    for name in key.split("."):
+        kind = field_types(kind)[name]
+    return f"{key} is {' '.join(values)!r}, expected {describe_type(kind)}"
+
+
+def _given(key: str, arguments: Sequence[str]) -> list[str]:
+    """The values that follow the last flag of `key`.
+
+    >>> _given("optimizer.lr", ["--train.steps", "3", "--optimizer.lr", "abc"])
+    ['abc']
+    """
+    values: list[str] = []
+    mine = False
+    for argument in arguments:
+        if argument.startswith("--"):
+            flag, equals, value = argument[2:].partition("=")
+            mine = flag.replace("-", "_") == key
+            values = ([value] if equals else []) if mine else values
+        elif mine:
+            values.append(argument)
+    return values
 
 
 def _spell_booleans(arguments: Sequence[str], known: dict[str, Any]) -> list[str]:

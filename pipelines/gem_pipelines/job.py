@@ -30,6 +30,7 @@ from gem_pipelines.model.build import build_model, table_specs
 from gem_pipelines.parallel_graphs import check_graphs
 from gem_pipelines.parallelize import parallelize, seed_everything
 from gem_pipelines.quarantine import Quarantine
+from gem_pipelines.refusals import refusals_noted
 from gem_pipelines.rundir import RunDirectory
 from gem_pipelines.runlock import RunLock
 from gem_pipelines.runtime import Runtime, launcher_process, start_runtime
@@ -95,38 +96,52 @@ def _lock(directory: RunDirectory, runtime: Runtime) -> RunLock | None:
 def _run(
     request: Request, directory: RunDirectory, lock: RunLock | None, runtime: Runtime, launcher: int | None
 ) -> Outcome | None:
-    config = request.config
-    if not request.resume:
-        runtime.on_main(directory.check_unused)
-    say = print if runtime.is_main else lambda *_, **__: None
-    say(f"run: {directory.path}")
-    data = data_directory(config.data, runtime=runtime, say=say)
-    check_policies(config, trained_schema(data, config.data))
-    row_limit = 0 if config.data.max_quarantined_rows else config.train.survey_rows
-    survey = survey_data(data, row_limit=row_limit, runtime=runtime, open_ids=config.tables.open_ids())
-    job = build(config, data=data, directory=directory, runtime=runtime, lock=lock)
-    first = job.restore_latest() if request.resume else 0
-    if config.train.init_from is not None and first == 0:
-        start_from(Path(config.train.init_from), job.trainer, partial=config.train.init_partial, say=say)
+    with refusals_noted():
+        config = request.config
+        if not request.resume:
+            runtime.on_main(directory.check_unused)
+        say = print if runtime.is_main else lambda *_, **__: None
+        say(f"run: {directory.path}")
+        data = data_directory(config.data, runtime=runtime, say=say)
+        schema = trained_schema(data, config.data)
+        check_splits(data, schema)
+        check_policies(config, schema)
+        row_limit = 0 if config.data.max_quarantined_rows else config.train.survey_rows
+        survey = survey_data(data, row_limit=row_limit, runtime=runtime, open_ids=config.tables.open_ids())
+        job = build(config, data=data, directory=directory, runtime=runtime, lock=lock)
+        first = job.restore_latest() if request.resume else 0
+        if config.train.init_from is not None and first == 0:
+            start_from(Path(config.train.init_from), job.trainer, partial=config.train.init_partial, say=say)
 
-    def prepare_directory() -> None:
-        if request.resume:
-            job.ledger.forget_after(first)
-            directory.go_on(config, command=request.command, step=first)
-        else:
-            directory.create(config, command=request.command)
+        def prepare_directory() -> None:
+            if request.resume:
+                job.ledger.forget_after(first)
+                directory.go_on(config, command=request.command, step=first)
+            else:
+                directory.create(config, command=request.command)
 
-    runtime.on_main(prepare_directory)
-    job.supervision = supervise(
-        directory,
-        config=config.train,
-        runtime=runtime,
-        first_step=first,
-        automatic=request.automatic,
-        files=[file.path for file in job.schema.files],
-        launcher=launcher,
-    )
+        runtime.on_main(prepare_directory)
+        job.supervision = supervise(
+            directory,
+            config=config.train,
+            runtime=runtime,
+            first_step=first,
+            automatic=request.automatic,
+            files=[file.path for file in job.schema.files],
+            launcher=launcher,
+        )
     return job.train(resumed_from=first if request.resume else None, survey=survey)
+
+
+def check_splits(data: DataPath, schema: Schema) -> None:
+    """Raise ConfigError where there is nothing to train or to evaluate on."""
+    splits = {file.split for file in schema.files}
+    if missing := {"train", "eval"} - splits:
+        raise ConfigError(
+            f"{data}: a run needs the splits train and eval, and its files are of {' and '.join(sorted(splits))} only: "
+            f"no {' and no '.join(sorted(missing))}. Write the latest rows as eval, strictly later than all of train: "
+            'write_dataset(path, schema, {"train": ..., "eval": ...})'
+        )
 
 
 def check_policies(config: RunConfig, schema: Schema) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gem_pipelines.errors import RemoteError, RunError, told
+from gem_pipelines.meeting import meet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +183,12 @@ def start_runtime(*, device: str, threads: int | None, deterministic: bool, time
     # TorchRec makes torch.fx say on every start that one of its functions will be renamed.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     if launched_by_torchrun():
-        dist.init_process_group(backend, timeout=timeout)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            agent = next(iter(dist.rendezvous("env://", timeout=timeout)))[0]
+            store = meet(agent, rank=rank, world_size=world_size, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return Runtime(rank=rank, world_size=world_size, device=chosen, timeout=timeout)

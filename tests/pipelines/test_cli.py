@@ -176,6 +176,16 @@ def test_data_is_prepared_inspected_and_verified(tmp_path, capsys):
         (["train", "--resume", "--run-dir", "nowhere"], "holds no run to resume"),
         (["train", "--resume", "--run-dir", "x", "--recipe", "debug"], "leave out --recipe"),
         (["config", "show"], "needs --recipe or --run"),
+        (["config", "show", "--recpe", "debug"], "unknown config key 'recpe'; did you mean '--recipe'?"),
+        (["train", "--recpe", "debug"], "unknown config key 'recpe'; did you mean '--recipe'?"),
+        (["profile", "--recpe", "debug", "--fit-cost"], "unknown config key 'recpe'; did you mean '--recipe'?"),
+        (
+            ["config", "show", "--recipe", "debug", "--train.task_weights", "click=2", "3"],
+            "train.task_weights is 'click=2 3', expected any number of float",
+        ),
+        (["config", "show", "--recipe", "debug", "--optimizer.lr=abc"], "optimizer.lr is 'abc', expected float"),
+        (["ckpt", "export", "runs/a"], "export needs a directory to make: gemline ckpt export runs/a OUT"),
+        (["ckpt", "verify", "runs/a", "b"], "gemline ckpt verify takes one directory, came also 'b'"),
         (["config", "show", "--recipe", "debug", "--train.seeed", "1"], "did you mean '--train.seed'"),
         (["data", "prepar"], "unknown command 'data prepar'; did you mean 'prepare'?"),
         (["data", "prepare", "synthetic"], "required: --out"),
@@ -302,6 +312,19 @@ def test_evaluation_must_be_later_than_training(debug_data, tmp_path, capsys):
     (directory / "schema.json").write_text(json.dumps(schema))
     assert main(["train", "--recipe", "debug", "--data", str(directory), "--run-dir", str(run), *SMALL]) == 1
     assert "evaluation must be strictly later than training" in capsys.readouterr().err
+    assert not run.exists()
+
+
+def test_data_without_an_eval_split_are_refused(debug_data, tmp_path, capsys):
+    directory = tmp_path / "data"
+    shutil.copytree(debug_data, directory)
+    schema = json.loads((directory / "schema.json").read_text())
+    schema["files"] = [file for file in schema["files"] if file["split"] == "train"]
+    (directory / "schema.json").write_text(json.dumps(schema))
+    run = tmp_path / "run"
+    assert main(["train", "--recipe", "debug", "--data", str(directory), "--run-dir", str(run), *SMALL]) == 1
+    expected = "a run needs the splits train and eval, and its files are of train only: no eval. Write the latest rows"
+    assert expected in capsys.readouterr().err
     assert not run.exists()
 
 

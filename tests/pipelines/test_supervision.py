@@ -11,8 +11,10 @@ import torch
 from gem_pipelines import job as job_module
 from gem_pipelines import loop
 from gem_pipelines.cli.launch import exit_code
+from gem_pipelines.errors import ConfigError, RemoteError
 from gem_pipelines.flight import CAPACITY, ENDED, FlightRecorder, clear_flights, read_flights
-from gem_pipelines.restarts import earlier_verdict, note_start
+from gem_pipelines.refusals import VARIABLE, refusal, refusals_noted
+from gem_pipelines.restarts import RestartLoopError, earlier_verdict, note_start
 from gem_pipelines.runtime import start_runtime
 from gem_pipelines.supervision import Supervision
 from gem_pipelines.watchdog import StepLimit, Watchdog, last_collectives, process_state
@@ -186,3 +188,24 @@ def test_a_launcher_that_dies_while_the_job_is_set_up_is_missed(debug_config, tm
     assert ended.value.code == 1
     assert f"the launcher, process {begun}, is gone" in capfd.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "noted"),
+    [
+        (ConfigError("no such key"), ("no such key", 1)),
+        (RestartLoopError("stopped"), ("stopped", 4)),
+        (RemoteError("rank 0 reported: disk"), None),  # rank 0 itself knows whether another start would meet it
+        (OSError("the store does not answer"), None),
+        (RuntimeError("a fault"), None),
+    ],
+)
+def test_a_mistake_of_the_set_up_is_noted_for_launch(tmp_path, monkeypatch, error, noted):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "note.json"))
+    with pytest.raises(type(error)), refusals_noted():
+        raise error
+    assert refusal(tmp_path / "note.json") == noted
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(type(error)), refusals_noted():
+        raise error
+    assert len(list(tmp_path.iterdir())) == (noted is not None)

@@ -51,3 +51,34 @@ def test_t1_restarted_by_torchrun(debug_data, rng, counted, tmp_path):
     assert losses(run) == losses(straight)
     assert digests(run) == digests(straight)
     assert len(killed) == 2
+
+
+def test_a_mistake_is_not_started_again(debug_data, tmp_path):
+    """The mesh is made after the processes met: every start would be refused."""
+    run = tmp_path / "run"
+    given = [a for a in arguments(run, debug_data, STEPS, beside=True)[1:] if a != "--auto-resume"]
+    command = [sys.executable, "-m", "gem_pipelines", "launch", "--processes", "2", *given, "--parallel.shard", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "the mesh does not fit 2 ranks" in done.stderr
+    assert "fault of the program" not in done.stderr
+    assert not run.exists()
+
+
+def test_a_signal_ends_launch_with_its_number(debug_data, tmp_path):
+    run = tmp_path / "run"
+    given = [a for a in arguments(run, debug_data, 10**6, beside=True)[1:] if a != "--auto-resume"]
+    command = [sys.executable, "-m", "gem_pipelines", "launch", "--processes", "2", *given]
+    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while len(read_flights(run / "supervision")) < 2:
+            assert job.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        job.send_signal(signal.SIGTERM)
+        error = job.communicate(timeout=60)[1]
+    finally:
+        job.kill()
+    assert job.returncode == 128 + signal.SIGTERM, error[-3000:]
+    assert "fault of the program" not in error

@@ -22,11 +22,11 @@ from gem_pipelines.leaving import leave
 COMMANDS = {
     "train": "train a model, or go on with a run (--resume)",
     "launch": "train with several processes of this host under torchrun, restarted when one dies",
-    "data": "prepare, inspect or verify a data set",
+    "data": "prepare, inspect or verify a data set; its requests, impressions and ledger",
     "config": "show the config of a recipe or of a run",
     "profile": "fit what a row costs to measured steps",
     "plan": "choose and explain a mesh for a cluster",
-    "ckpt": "inspect or verify a checkpoint",
+    "ckpt": "inspect, verify or export a checkpoint",
     "report": "write the report of a run",
     "doctor": "say what this machine can run, and why not the rest",
 }

@@ -25,8 +25,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("directory", metavar="DIR")
     parser.add_argument("out", metavar="OUT", nargs="?", help="directory that export makes")
     known = parser.parse_args(arguments)
-    if (known.verb == "export") != (known.out is not None):
-        raise ConfigError("gemline ckpt export DIR OUT: OUT belongs to export, and export needs it")
+    if known.verb == "export" and known.out is None:
+        raise ConfigError(f"export needs a directory to make: gemline ckpt export {known.directory} OUT")
+    if known.verb != "export" and known.out is not None:
+        raise ConfigError(f"gemline ckpt {known.verb} takes one directory, came also {known.out!r}")
     directories = checkpoint_directories(Path(known.directory))
     if known.verb == "export":
         return export_newest(directories, Path(known.out))

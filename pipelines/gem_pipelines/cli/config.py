@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gem_pipelines.cli.parser import Parser
-from gem_pipelines.config_codec import to_json
-from gem_pipelines.config_overrides import apply_overrides
+from gem_pipelines.config_codec import flatten, to_json
+from gem_pipelines.config_overrides import apply_overrides, check_keys
 from gem_pipelines.errors import ConfigError
 from gem_pipelines.recipes import RECIPES, find_recipe
 from gem_pipelines.rundir import RunDirectory
@@ -24,6 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--recipe", help=f"one of {', '.join(RECIPES)}")
     parser.add_argument("--run", help="a run directory")
     known, overrides = parser.parse_known_args(arguments)
+    check_keys(flatten(find_recipe("debug")), overrides, own_flags=("--recipe", "--run"))  # keys are those of all
     if bool(known.recipe) == bool(known.run):
         raise ConfigError(f"config show needs --recipe or --run (one of the two); recipes: {', '.join(RECIPES)}")
     config = find_recipe(known.recipe) if known.recipe else RunDirectory(Path(known.run)).read_config()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from typing import NoReturn
 
-from gem_pipelines.errors import ConfigError
+from gem_pipelines.errors import ConfigError, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,6 +28,5 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, with the nearest flag where one is unknown."""
         unknown = re.match(r"unrecognized arguments: (\S+)", message)
-        near = difflib.get_close_matches(unknown.group(1), self._option_string_actions, n=1) if unknown else []
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; {did_you_mean(unknown.group(1), self.flags())}" if unknown else ""
         raise ConfigError(f"{message}{hint} ('{self.prog} --help' says more)")

@@ -61,11 +61,16 @@ def _plan(known, overrides: Sequence[str]) -> int:  # type: ignore[no-untyped-de
     from gem_pipelines.planner.picture import draw_plan
     from gem_pipelines.planner.search import make_plan, parse_mesh
     from gem_pipelines.planner.text import plan_json, print_plan
+    from gem_pipelines.planner.workloads import WORKLOADS
 
     if known.sync_every < 1:
         raise ConfigError(f"--sync-every is {known.sync_every}, expected at least 1")
     topology = read_topology(known.topology)
-    if not known.scaling and (known.world is None or known.world < 1):
+    if known.recipe not in (*RECIPES, *WORKLOADS):
+        raise ConfigError(f"unknown recipe {known.recipe!r}; {did_you_mean(known.recipe, (*RECIPES, *WORKLOADS))}")
+    if not known.scaling and known.world is None:
+        raise ConfigError("--world is missing: how many ranks? e.g. --world 8")
+    if not known.scaling and known.world < 1:
         raise ConfigError(f"--world is {known.world}, expected a number of ranks of at least 1")
     workload, table_sync = _workload(known.recipe, overrides, 1 if known.scaling else known.world)
     if min(known.host_ms) < 0:
@@ -122,8 +127,6 @@ def _workload(name: str, overrides: Sequence[str], world_size: int):  # type: ig
         if overrides:
             raise ConfigError(f"{overrides[0]}: workload {name!r} has no configuration to override")
         return find_workload(name), "average"
-    if name not in RECIPES:
-        raise ConfigError(f"unknown recipe {name!r}; {did_you_mean(name, (*RECIPES, *WORKLOADS))}")
     import torch
 
     from gem_pipelines.config_overrides import apply_overrides

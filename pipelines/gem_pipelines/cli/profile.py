@@ -33,7 +33,10 @@ def main(arguments: Sequence[str]) -> int:
     for name in ("batches", "repeats"):
         if getattr(known, name) < 1:
             raise ConfigError(f"--{name} is {getattr(known, name)}, expected at least 1")
-    config = with_overrides(recipe_config(known.recipe), known.data, overrides, own_flags=tuple(parser.flags()))
+    flags = tuple(parser.flags())
+    config = with_overrides(
+        recipe_config(known.recipe, overrides, own_flags=flags), known.data, overrides, own_flags=flags
+    )
     text = _measure(config, batches=known.batches, repeats=known.repeats, out=Path(known.out))
     print(text)
     return 0

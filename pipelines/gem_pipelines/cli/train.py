@@ -12,9 +12,10 @@ from typing import Any
 from gem_pipelines.cli.parser import Parser
 from gem_pipelines.config import RunConfig
 from gem_pipelines.config_codec import flatten
-from gem_pipelines.config_overrides import apply_overrides
+from gem_pipelines.config_overrides import apply_overrides, check_keys
 from gem_pipelines.errors import ConfigError, RunError
 from gem_pipelines.recipes import RECIPES, find_recipe
+from gem_pipelines.refusals import refusals_noted
 from gem_pipelines.restarts import RestartLoopError, earlier_verdict
 from gem_pipelines.rundir import RunDirectory
 
@@ -27,9 +28,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     known, overrides = parser.parse_known_args(arguments)
     automatic = known.auto_resume or restarted()
-    if automatic:
-        refuse_restart(known.run_dir)
-    config = _resolve(known, overrides)
+    with refusals_noted():
+        if automatic:
+            refuse_restart(known.run_dir)
+        config = _resolve(known, overrides)
     from gem_pipelines.cli.outcome_table import print_outcome
     from gem_pipelines.job import Request, run
 
@@ -91,13 +93,14 @@ def _resolve(known: Any, overrides: list[str]) -> RunConfig:
             raise ConfigError("--resume takes the config of the run itself; leave out --recipe (overrides are allowed)")
         config = RunDirectory(Path(known.run_dir)).read_config()
     else:
-        config = recipe_config(known.recipe)
+        config = recipe_config(known.recipe, overrides, own_flags=_FLAGS)
     return with_overrides(config, known.data, overrides, own_flags=_FLAGS)
 
 
-def recipe_config(recipe: str | None) -> RunConfig:
-    """The config of a recipe that the command line must name."""
+def recipe_config(recipe: str | None, overrides: Sequence[str], *, own_flags: tuple[str, ...]) -> RunConfig:
+    """The config of a recipe that the command line must name. overrides: told first where one is misspelt."""
     if not recipe:
+        check_keys(flatten(find_recipe("debug")), overrides, own_flags=own_flags)  # keys are those of all recipes
         raise ConfigError(f"--recipe is missing; one of: {', '.join(RECIPES)}")
     return find_recipe(recipe)
 

@@ -50,7 +50,8 @@ def test_recipe_on_its_data(tmp_path, capsys, monkeypatch):
     [
         (["--recipe", "debug", "--world", "2"], "--topology"),
         (["--topology", "laptop", "--recipe", "debgu", "--world", "2"], "did you mean 'debug'?"),
-        (["--topology", "laptop", "--recipe", "gem_like_1t"], "--world is None"),
+        (["--topology", "laptop", "--recipe", "gem_like_1t"], "--world is missing"),
+        (["--topology", "laptop", "--recipe", "debgu"], "did you mean 'debug'?"),
         (["--topology", "latpop", "--recipe", "gem_like_1t", "--world", "2"], "did you mean 'laptop'?"),
         (
             ["--topology", "laptop", "--recipe", "gem_like_1t", "--world", "8", "--mesh", "shard=4,table_shard=8"],
