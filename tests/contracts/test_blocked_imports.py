@@ -44,10 +44,12 @@ def test_a_spawned_process(tmp_path):
     process.join()
     assert process.exitcode == 1
 
-def test_a_rank_of_run_rank(tmp_path):
-    for name, ends_well in (("json", True), ("wave", False)):
-        (tmp_path / "worker.py").write_text(f"def main(rank, world_size, store):\\n    import {name}\\n")
-        assert has(RUN_RANK, str(tmp_path / "worker.py"), "0", "1", str(tmp_path / "store")) == ends_well
+def test_ranks(tmp_path, run_ranks):
+    (tmp_path / "sound.py").write_text("def main(rank, world_size, store):\\n    import json\\n")
+    (tmp_path / "worker.py").write_text("def main(rank, world_size, store):\\n    import wave\\n")
+    run_ranks(tmp_path / "sound.py", 1)
+    with pytest.raises(AssertionError, match="No module named 'wave' .blocked for this run"):
+        run_ranks(tmp_path / "worker.py", 1)
 
 def test_the_environment_still_has_its_sitecustomize():
     assert has("-c", "import sys; sys.exit(not hasattr(sys, 'said_by_the_environment'))")
@@ -55,14 +57,23 @@ def test_the_environment_still_has_its_sitecustomize():
 
 
 def test_processes_that_tests_start_refuse_what_the_tests_refuse(tmp_path):
-    rank = ROOT / "tests" / "run_rank.py"
-    (tmp_path / "test_inner.py").write_text(INNER.replace("RUN_RANK", repr(str(rank))))
+    (tmp_path / "test_inner.py").write_text(INNER)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text("import sys\nsys.said_by_the_environment = True\n")
-    path = os.pathsep.join([str(ROOT / "ci"), str(tmp_path / "site"), str(tmp_path)])
+    path = os.pathsep.join([str(ROOT / "ci"), str(tmp_path / "site"), str(tmp_path), str(ROOT)])
     options = ("-q", "-p", "blocked_imports", "--blocked", "wave,shelve", "-c", "/dev/null", "-p", "no:cacheprovider")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "--rootdir", str(tmp_path), str(tmp_path / "test_inner.py")],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            *options,
+            "--rootdir",
+            str(tmp_path),
+            "-p",
+            "tests.conftest",
+            str(tmp_path / "test_inner.py"),
+        ],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
