@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from cases import data
-from cases.case import Case
+from cases.case import Case, scratch
 from cases.memory import count_all
 
 REQUESTS, REQUEST_BATCH = 600, 100
@@ -32,7 +32,7 @@ def make_requests() -> Inputs:
     from gem_data.testing import tiny_request_schema, tiny_request_table
 
     table = tiny_request_table(rows=REQUESTS, seed=5)
-    directory = tempfile.TemporaryDirectory()
+    directory = scratch()
     write_dataset(directory.name + "/set", tiny_request_schema(), {"train": table}, rows_per_group=100)
     return Inputs(directory=directory, table=table)
 
@@ -74,7 +74,7 @@ def make_log() -> Inputs:
     from gem_data.testing import tiny_schema, tiny_table
 
     table = tiny_table(rows=ROWS, seed=5)
-    directory = tempfile.TemporaryDirectory()
+    directory = scratch()
     write_dataset(directory.name + "/set", tiny_schema(), {"train": table}, rows_per_file=500, rows_per_group=GROUP)
     return Inputs(directory=directory, table=table)
 
