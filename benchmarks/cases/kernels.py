@@ -198,13 +198,13 @@ def run_member(kind: str, impl: str, dtype: Any, dim: int) -> list[Any]:
 def compare_block() -> None:
     """The shipped conformance cases of the block that hold the epilogues compiled here, and one without them."""
     import torch
-    from gem_attention.block_testing import check, gate_cases, projection_cases
+    from gem_attention.block_testing import check, gate_cases, named, projection_cases
 
     names = ("layer-all", "rms-halves-24", "gate-layer-silu")
     cases = [case for case in (*projection_cases(), *gate_cases()) if case.name in names]
     assert len(cases) == len(names)
     for case in cases:
-        check(case, "triton", torch.bfloat16)
+        check(named("triton"), case, torch.bfloat16)
 
 
 def count(inputs: Inputs, run: Any) -> dict[str, int]:

@@ -38,7 +38,7 @@ from gem_attention.block_counting import gate_bytes, projection_cost
 from gem_attention.block_launch import BlockTiles
 from gem_attention.block_reference import finish, library_norm, products
 from gem_attention.block_reference import gated as reference_gated
-from gem_attention.block_testing import BlockCase, check, checks
+from gem_attention.block_testing import BlockCase, BlockQuirks, check, conformance, named
 from gem_attention.interface import GateSpec, ProjectionSpec, RecomputeSpec, RotarySpec
 from record import Measurement, write_measurements
 
@@ -62,10 +62,10 @@ Energy = dict[str, list[tuple[float | None, str | None]]]  # by contender of our
 def check_all(part: int = 0, parts: int = 1) -> bool:
     """Whether the shipped suite passes on this GPU, every case in bfloat16 and float32."""
     bad = []
-    suite = checks(impl="triton", dtypes=(torch.bfloat16, torch.float32), device="cuda")[part::parts]
+    suite = conformance(BlockQuirks(dtypes=(torch.bfloat16, torch.float32), device="cuda"))[part::parts]
     for one in suite:
         try:
-            one()
+            one(named("triton"))
         except Exception as error:  # wrong, or not compiled: all of them are to be seen at once
             bad.append(f"{one}: {brief(error)}")
     print(f"suite: {len(suite) - len(bad)} of {len(suite)} checks passed", flush=True)
@@ -93,7 +93,7 @@ def case_is_right(group: str, name: str) -> bool:
             name=f"{group}.{name}", tokens=1000, dim=DIM, gate=GATES[name], heads=HEADS, head_dim=DIM // HEADS
         )
     try:
-        check(case, "triton", torch.bfloat16, "cuda")
+        check(named("triton"), case, torch.bfloat16, "cuda")
     except Exception as error:  # the other cases are still to be timed
         print(f"BAD {group}.{name} is not timed: {brief(error)}", flush=True)
         return False

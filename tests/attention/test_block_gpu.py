@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from gem_attention.block_testing import checks
+from gem_attention.block_testing import BlockQuirks, conformance, named
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(
-    "check", checks(impl="triton", dtypes=(torch.bfloat16, torch.float16, torch.float32), device="cuda"), ids=str
-)
+TRITON = BlockQuirks(dtypes=(torch.bfloat16, torch.float16, torch.float32), device="cuda")
+
+
+@pytest.mark.parametrize("check", conformance(TRITON), ids=str)
 def test_conforms(check):
-    check()
+    check(named("triton"))

@@ -17,7 +17,7 @@ import torch
 from gem_attention import block_api
 from gem_attention.block_counting import saved_bytes_per_token
 from gem_attention.block_recompute import SavedBytes
-from gem_attention.block_testing import checks
+from gem_attention.block_testing import BlockQuirks, conformance, named
 from gem_attention.interface import CannotRunError, GateSpec, HstuSpec, ProjectionSpec, RecomputeSpec, RotarySpec
 from gem_attention.testing import row_error
 
@@ -331,7 +331,8 @@ OWN = {
 
 
 def main() -> None:
-    suite = {str(c): c for c in checks(impl="triton", dtypes=(torch.float32, torch.float16, torch.bfloat16))}
+    quirks = BlockQuirks(dtypes=(torch.float32, torch.float16, torch.bfloat16))
+    suite = {str(c): functools.partial(c, named("triton")) for c in conformance(quirks)}
     known = suite | {name: functools.partial(check) for name, check in OWN.items()}
     results = {}
     for name in sys.argv[1:] or known:

@@ -15,19 +15,24 @@ REFERENCE = Quirks(dtypes=(torch.bfloat16,), isolates_nan=False)
 BY_NAME = {case.name: case for case in cases()}
 
 
+def promised(quirks):
+    return [check for check in conformance(quirks) if check.skipped is None]
+
+
 @pytest.mark.parametrize("check", conformance(EAGER), ids=str)
 def test_eager_conforms(check):
+    assert check.skipped is None
     check(partial(api.attention, impl="eager"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", conformance(EAGER_MORE), ids=str)
+@pytest.mark.parametrize("check", promised(EAGER_MORE), ids=str)
 def test_eager_conforms_in_the_other_dtypes(check):
     check(partial(api.attention, impl="eager"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", conformance(REFERENCE), ids=str)
+@pytest.mark.parametrize("check", promised(REFERENCE), ids=str)
 def test_reference_conforms(check):
     check(partial(api.attention, impl="reference"))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from gem_attention import block_testing
 from gem_attention import testing as attention_testing
 from gem_attention.api import attention
 from gem_comm import testing as comm_testing
@@ -124,9 +125,15 @@ def run_codec(tmp_path, asked):
 
 
 def run_attention(tmp_path, asked):
-    check = attention_testing.conformance(attention_testing.Quirks())[0]
-    check(Told(attention, asked["gem_attention.Attention"]))
-    yield
+    for check in attention_testing.conformance(attention_testing.Quirks()):
+        check(Told(attention, asked["gem_attention.Attention"]))
+        yield
+
+
+def run_block(tmp_path, asked):
+    for check in block_testing.conformance(block_testing.BlockQuirks()):
+        check(Told(block_testing.named("eager"), asked["gem_attention.Block"]))
+        yield
 
 
 RUNS = {
@@ -136,6 +143,7 @@ RUNS = {
     run_collectives: ("gem_comm.Collectives", "gem_comm.Pending"),
     run_codec: ("gem_comm.Codec",),
     run_attention: ("gem_attention.Attention",),
+    run_block: ("gem_attention.Block",),
 }
 
 

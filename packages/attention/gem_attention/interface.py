@@ -2,6 +2,7 @@
 
 1.0  first version
 1.1  the block around attention: ProjectionSpec, GateSpec, HstuSpec, RecomputeSpec (calls: `block_api`)
+1.2  Block: what an implementation of the block's parts provides
 
 The family (softmax JFA, HSTU, GDPA, seed pooling, block attention) is one formula. For sample b, head h, query row i
 and key column j, with kv head g = h // (H / Hkv) and f the activation applied to each score on its own:
@@ -30,7 +31,7 @@ from torch import Tensor
 from gem_attention.block_validation import check_gate_spec, check_hstu_spec, check_projection_spec
 from gem_attention.validation import check_bias_spec, check_mask_spec, check_rotary_spec, check_spec, check_time_buckets
 
-INTERFACE_VERSION = (1, 1)
+INTERFACE_VERSION = (1, 2)
 
 Activation = Literal["softmax", "silu", "gelu", "gelu_tanh", "gelu_poly", "relu", "relu2", "identity"]
 QueryKind = Literal["self", "cross", "broadcast", "tail"]
@@ -328,8 +329,9 @@ class Attention(Protocol):
     gradients are exact. divisor: (Tq,), or (B * S,) for broadcast (row b * S + s), float32 or q's dtype, positive,
     no gradient; when spec.divisor == "per_token".
 
-    Returns (Tq, H, E), for broadcast (B, S, H, E), in q's dtype, contiguous; differentiable in q, k, v and both tables.
-    Samples without queries or keys are fine: a row without keys gives 0.
+    Returns (Tq, H, E), for broadcast (B, S, H, E), in q's dtype, contiguous; differentiable in q, k, v and both tables,
+    whichever of them want a gradient. Samples and batches without queries or keys are fine: a row without keys gives 0.
+    The call changes none of its inputs, and one layout may serve calls of different specs.
     """
 
     def __call__(
@@ -344,3 +346,43 @@ class Attention(Protocol):
         time_table: Tensor | None = None,
         divisor: Tensor | None = None,
     ) -> Tensor: ...
+
+
+class Block(Protocol):
+    """One implementation of the parts around attention: an object or a module. `block_api` says what each call means.
+
+    x (T, D), weight (sum of widths, D) or (D, C), attention (T, H, E), u (T, C = H * E), residual (T, D): one floating
+    dtype, one device, any strides. table (T, head_dim) as `block_api.rotary_table` makes it, float32 (float64 with
+    float64), no gradient; if and only if outputs are turned. Differentiable in all others, whichever of them want a
+    gradient. Inputs are not changed; results are in the inputs' dtype; T may be 0. Of `recompute`, which changes no
+    bit, norm_linear reads normed_x and preactivations, gated_linear reads gated; more may be kept than is asked.
+    """
+
+    def norm_linear(
+        self,
+        x_TD: Tensor,
+        weight_ND: Tensor,
+        *,
+        spec: ProjectionSpec,
+        table: Tensor | None = None,
+        recompute: RecomputeSpec | None = None,
+    ) -> tuple[Tensor, ...]:
+        """turn(act(norm(x) @ weight_i^T)): one tensor (T, width) for each width of the spec."""
+        ...
+
+    def gated(self, attention_THE: Tensor, u_TC: Tensor, *, spec: GateSpec) -> Tensor:
+        """act(u) * norm(attention), (T, C)."""
+        ...
+
+    def gated_linear(
+        self,
+        attention_THE: Tensor,
+        u_TC: Tensor,
+        weight_DC: Tensor,
+        residual_TD: Tensor | None = None,
+        *,
+        spec: GateSpec,
+        recompute: RecomputeSpec | None = None,
+    ) -> Tensor:
+        """residual + gated @ weight^T, (T, D)."""
+        ...
