@@ -128,7 +128,8 @@ def summary(checks: Iterable[Listed]) -> Summary:
 
 def conformance(quirks: Quirks) -> list[Check]:
     """All checks for an implementation; those that the quirks leave out say so in `skipped`."""
-    listed = sized(cases(), quirks)
+    usual, hard = sized(usual_cases(), quirks), sized(hard_cases(), quirks)
+    listed = [*usual, *hard]
     checks = [Check(name="core", run=lambda attention: _check_core(listed, quirks))]
 
     def add(kind: str, case: Case, dtype: torch.dtype, check: Callable[..., None], quirk: str | None = None) -> None:
@@ -144,6 +145,7 @@ def conformance(quirks: Quirks) -> list[Check]:
     for case in listed:
         for dtype in quirks.dtypes:
             add("float64", case, dtype, check_against_float64)
+    for case in usual:
         if is_ragged_self(case):
             add("isolation", case, first, check_isolation, isolates)
         if case.q_lengths in (EDGES, RAGGED):
