@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from unittest import mock
+from unittest import SkipTest, mock
 
 import pytest
 import torch
@@ -303,6 +303,8 @@ def test_what_is_refused_or_not_promised_is_listed_with_its_reason():
     assert told.reasons["no window"] > len(windows) > 20
     assert str(told).startswith(f"{told.run} checks run, {told.skipped} skipped: ")
     checks[0](reference.attention)  # one core case is enough
+    with pytest.raises(SkipTest, match="no window"):
+        next(check for check in checks if check.skipped)(reference.attention)
 
 
 # ------------------------------------------------------------------------------------------------ the block

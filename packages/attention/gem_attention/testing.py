@@ -4,14 +4,12 @@
     CHECKS = conformance(Quirks(dtypes=(torch.float32,)))
     @pytest.mark.parametrize("check", CHECKS, ids=str)
     def test_conforms(check):
-        if check.skipped:
-            pytest.skip(check.skipped)
         check(my_attention)              # a callable as interface.Attention describes
     def test_what_is_left_out():
         assert summary(CHECKS).skipped == 0
 
-What an implementation leaves out is listed, with the reason, and counted by `summary`; the check "core" fails for one
-that refuses every core case, whatever it answers.
+What an implementation leaves out is listed, shows as skipped with the reason, and is counted by `summary`; the check
+"core" fails for one that refuses every core case, whatever it answers.
 
 The rule for errors has no magic number: against float64, an implementation may be at most 2 times (forward) or 3 times
 (backward) as wrong as plain PyTorch in the same dtype. How wrong a tensor is: the root mean square error of its worst
@@ -24,6 +22,7 @@ roundings, 2^-29.
 
 from __future__ import annotations
 
+import unittest
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -81,7 +80,8 @@ _FROZEN = ("silu-causal", "softmax-table-a-head", "silu-bias-inside_scale", "sof
 class Check:
     """One named check; call it with the implementation. AssertionError says what went wrong.
 
-    skipped  why the quirks leave it out, None: it is to be run. Called all the same, it runs.
+    skipped  why the quirks leave it out: calling it raises unittest.SkipTest, which pytest too shows as skipped. None:
+             it runs
     """
 
     name: str
@@ -89,6 +89,8 @@ class Check:
     skipped: str | None = None
 
     def __call__(self, attention: Attention) -> None:
+        if self.skipped is not None:
+            raise unittest.SkipTest(self.skipped)
         self.run(attention)
 
     def __str__(self) -> str:
