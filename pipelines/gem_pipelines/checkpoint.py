@@ -7,7 +7,8 @@ Tensors, by canonical name (independent of sharding and of the number of process
     tables.<table>.weight | momentum
 
 state.json: step, epoch, samples, tokens; loader position; metric sums; hyper-parameters of both optimizers; random
-states of every rank. The manifest also has the imbalance of the steps since the last record, which is a measurement.
+states of every rank. The manifest also has the imbalance of the steps since the last record, which is a measurement,
+and the coefficients of the load of a row, which are compared where they decide what a step is (cost_run.py).
 The format itself (hashing, manifest, publishing) is checkpoint_format.py.
 
 Restoring reads and verifies all bytes, then collects every difference between what is stored and what this run
@@ -34,6 +35,7 @@ from gem_pipelines.checkpoint_keep import Keeper, find_latest, set_aside_damaged
 from gem_pipelines.config import FREE_ON_RESUME, RunConfig
 from gem_pipelines.config_codec import flatten, from_json, to_json
 from gem_pipelines.contract import compare_versions, installed_versions
+from gem_pipelines.cost_run import cost_mismatches, stored_costs
 from gem_pipelines.errors import CheckpointError
 from gem_pipelines.rundir import collect_versions
 from gem_pipelines.runtime import Runtime
@@ -71,6 +73,7 @@ def capture(trainer: Trainer, loader: Loader) -> Checkpoint:
         "config": to_json(config),
         "versions": collect_versions(),
         "imbalance": trainer.imbalance.state_dict(trainer.runtime),
+        "costs": stored_costs(trainer.cost, trainer.budget_cost),
     }
     return Checkpoint(tensors=tensors, state=state, about=about)
 
@@ -123,6 +126,9 @@ def find_mismatches(checkpoint: Checkpoint, trainer: Trainer) -> list[str]:
     if problems:
         return problems
     problems = _config_mismatches(checkpoint.about["config"], trainer.config)
+    if "costs" in checkpoint.about:  # earlier versions stored none
+        models = {"load": trainer.cost, "budget": trainer.budget_cost}
+        problems += cost_mismatches(checkpoint.about["costs"], trainer.config.balance, **models)
     problems += _schedule_mismatches(checkpoint.state["optimizer"], trainer)
     problems += interface_differences(checkpoint)[0]
     expected = expected_tensors(trainer)

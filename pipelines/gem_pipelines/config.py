@@ -66,6 +66,7 @@ FREE_ON_RESUME = frozenset(
         "data.prefetch",
         "data.readers",
         "data.max_quarantined_rows",
+        "balance.cost",  # a name: the coefficients themselves are compared (cost_run.py)
         "name",
     }
 )
@@ -306,7 +307,8 @@ class BalanceConfig:
 
     method: Literal["none", "base", "global"] = "none"
     """"base": base batches are moved inside each logical shard, nothing is sent; another order of rows. "global": the
-    rows of a global batch are exchanged between processes, one step ahead; the same global batches."""
+    rows of a global batch are exchanged between processes, one step ahead; the same global batches (not with copies of
+    tables that are averaged, parallel.table_sync)."""
     base_batch: int = 128
     """"base": rows that are moved together."""
     base_pool: int = 256
@@ -314,9 +316,10 @@ class BalanceConfig:
     partition: Literal["lpt", "kk"] = "lpt"
     """"global": heaviest row to the least loaded process, or largest differencing."""
     counts: Literal["equal", "free"] = "equal"
-    """"global": as many rows on each process as without balance, or any number."""
+    """"global": as many rows on each process as without balance, or any number (not with model.graphs)."""
     cost: str = "flops"
-    """Load of a row: "flops" (counted from the model), "events", or a file that `gemline profile --fit-cost` wrote."""
+    """Load of a row: "flops" (counted from the model), "events", or a file that `gemline profile --fit-cost` wrote, as
+    the first process finds it. The run keeps its coefficients (cost.json) and is resumed with them."""
     budget: float | None = None
     """Largest load of what one process computes at once, in the unit of `cost`: what exceeds it is cut into smaller
     micro-batches, as many on all processes; in evaluation too. It bounds memory: which rows make a step stays

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,35 +102,56 @@ def flops_cost(schema: Schema, config: ModelConfig) -> CostModel:
     )
 
 
-def load_model(config: BalanceConfig, schema: Schema, model: ModelConfig) -> CostModel:
-    """The cost model that `balance.cost` names. Raises ConfigError for a file that cannot be used."""
-    if config.cost == "flops":
-        return flops_cost(schema, model)
-    if config.cost == "events":
-        return events_cost(schema)
-    return read_cost(Path(config.cost), schema)["time"]
-
-
-def budget_model(config: BalanceConfig, schema: Schema, cost: CostModel) -> CostModel:
-    """What `balance.budget` limits: `cost`, or the memory model of its file. ConfigError where there is none, or where
-    the budget is below what a micro-batch of no rows needs.
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Cost models of a run, by the value of balance.cost. time: load of a row; memory: bytes kept for backward, where a
+    file has them.
     """
-    if config.budget is None or config.budget_of == "cost":
-        return cost
-    if config.cost in ("flops", "events"):
-        raise ConfigError(
-            f"balance.budget_of is 'memory', balance.cost {config.cost!r}: expected a file with a model of memory. "
-            "Make one with 'gemline profile --fit-cost --out FILE'."
-        )
+
+    name: str
+    time: CostModel
+    memory: CostModel | None = None
+
+
+def load_costs(config: BalanceConfig, schema: Schema, model: ModelConfig) -> Costs:
+    """The cost models that `balance.cost` names, as this process reads them (a run: cost_run.py). Raises ConfigError
+    for a file that cannot be used.
+    """
+    if config.cost == "flops":
+        return Costs(name=config.cost, time=flops_cost(schema, model))
+    if config.cost == "events":
+        return Costs(name=config.cost, time=events_cost(schema))
     found = read_cost(Path(config.cost), schema)
-    if "memory" not in found or found["memory"].unit != "bytes":
-        raise ConfigError(f"{config.cost}: balance.budget_of is 'memory', expected the key 'memory' with unit 'bytes'")
-    if config.budget <= found["memory"].per_step:
+    return Costs(name=config.cost, time=found["time"], memory=found.get("memory"))
+
+
+def load_model(config: BalanceConfig, schema: Schema, model: ModelConfig) -> CostModel:
+    """The load of a row that `balance.cost` names; see `load_costs`."""
+    return load_costs(config, schema, model).time
+
+
+def budget_model(config: BalanceConfig, costs: Costs) -> CostModel:
+    """What `balance.budget` limits: the load, or the memory model of its file. ConfigError where there is none, or
+    where the budget is of bytes and no more than a micro-batch of no rows needs.
+    """
+    found = costs.time
+    if config.budget is not None and config.budget_of == "memory":
+        if config.cost in ("flops", "events"):
+            raise ConfigError(
+                f"balance.budget_of is 'memory', balance.cost {config.cost!r}: expected a file with a model of memory. "
+                "Make one with 'gemline profile --fit-cost --out FILE'."
+            )
+        if costs.memory is None or costs.memory.unit != "bytes":
+            raise ConfigError(
+                f"{config.cost}: balance.budget_of is 'memory', expected the key 'memory' with unit 'bytes'"
+            )
+        found = costs.memory
+    if config.budget is not None and found.unit == "bytes" and config.budget <= found.per_step:
         raise ConfigError(
-            f"balance.budget is {config.budget}, expected above the {found['memory'].per_step:.0f} bytes that "
+            f"balance.budget is {config.budget}, expected above the {found.per_step:.0f} bytes that "
             f"{config.cost} says a micro-batch needs whatever its rows"
         )
-    return found["memory"]
+    return found
 
 
 def read_cost(path: Path, schema: Schema) -> dict[str, CostModel]:
@@ -142,16 +163,26 @@ def read_cost(path: Path, schema: Schema) -> dict[str, CostModel]:
             f"balance.cost is {str(path)!r}, expected 'flops', 'events' or a file of cost coefficients: {error}. "
             "Make one with 'gemline profile --fit-cost --out FILE'."
         ) from None
+    return _models(content, schema, source=str(path))
+
+
+def costs_from_json(content: Any, schema: Schema, *, name: str, source: str) -> Costs:
+    """Costs of a file's content. Raises ConfigError that names `source`."""
+    found = _models(content, schema, source=source)
+    return Costs(name=name, time=found["time"], memory=found.get("memory"))
+
+
+def _models(content: Any, schema: Schema, *, source: str) -> dict[str, CostModel]:
     if not isinstance(content, dict) or "time" not in content:
-        raise ConfigError(f"{path}: expected an object with the key 'time'")
+        raise ConfigError(f"{source}: expected an object with the key 'time'")
     found = {}
     for name in ("time", "memory"):
         if name in content:
             try:
-                found[name] = cost_from_dict(content[name], source=str(path))
+                found[name] = cost_from_dict(content[name], source=source)
                 check_cost(found[name], schema)
             except ValueError as error:
-                raise ConfigError(f"{path}: {name}: {error}") from None
+                raise ConfigError(f"{source}: {name}: {error}") from None
     return found
 
 

@@ -4,7 +4,8 @@ Batches of many sizes and shapes are made (ids at random; step time depends on h
 each is trained a few times by the real trainer in a process group of one, and the model's terms (cost.py) are fitted
 to the medians. Every fourth batch is held out, of both kinds below; the error on those is what to trust. Memory is
 fitted beside time: the bytes that forward keeps for backward, counted from the graph's saved tensors, so that they are
-exact on any device and do not depend on the allocator.
+exact on any device and do not depend on the allocator. Batches are measured whole: cut by a budget, each would be
+several of its rows, whose memory is not held at once.
 
 Rows and lengths are drawn over powers of two, half of the batches with one length for all rows and half long-tailed:
 with equal lengths alone, tokens and pairs of a batch could not be told apart. The kinds come in turns of four, so that
@@ -26,9 +27,11 @@ from gem_data.api import Observation, batch_from_table, cost_to_dict, fit_cost
 from gem_data.cost import FitError
 from gem_data.interface import Batch, CostModel, Schema
 from gem_data.schema import impression_part, request_part
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gem_pipelines.cost import cost_terms
 from gem_pipelines.errors import ConfigError
+from gem_pipelines.model.config import ModelConfig
 from gem_pipelines.timing import PartClock
 from gem_pipelines.trainer import Trainer
 
@@ -49,11 +52,24 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """A cost model with its errors on the batches of the fit, and on those held out."""
+    """A cost model with its errors on the batches of the fit, and on those held out. requests: of rows that are."""
 
     model: CostModel
     on_fit: FitError
     held_out: FitError
+    requests: bool = False
+
+
+def check_batches(schema: Schema, config: ModelConfig, *, batches: int) -> None:
+    """Raise ConfigError where `batches`, less those held out, are fewer than a fit has unknowns."""
+    unknowns = len(cost_terms(schema, config)) + (3 if schema.impression else 2)
+    kept = batches - batches // HELD_OUT
+    if kept < unknowns:
+        enough = next(n for n in range(unknowns, 2 * unknowns + HELD_OUT) if n - n // HELD_OUT >= unknowns)
+        raise ConfigError(
+            f"--batches is {batches}, of which {kept} are fitted (every fourth is held out), expected at least "
+            f"{enough} for the {unknowns} unknowns of this model and data; more make the fit better"
+        )
 
 
 def draw_lengths(
@@ -157,16 +173,17 @@ def _step_seconds(trainer: Trainer, batch: Batch) -> float:
 
 def _saved_bytes(trainer: Trainer, batch: Batch) -> int:
     """Bytes that the step's forward pass keeps for backward; what several operations keep counts once."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in trainer.parallel.module.parameters()}
-    held: dict[int, int] = {}
+    own = {StorageWeakRef(parameter.untyped_storage()) for parameter in trainer.parallel.module.parameters()}
+    # By the storage itself: what backward has freed leaves its address to the next tensor, which is another one.
+    held: dict[StorageWeakRef, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = storage.nbytes()
+        key = StorageWeakRef(storage)
+        if key not in own:
+            held[key] = storage.nbytes()
         return tensor
 
-    # Everything kept is alive until backward, so an address stands for one tensor.
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         trainer.step([batch], clock=PartClock(device=trainer.runtime.device))
     return sum(held.values())
@@ -187,7 +204,8 @@ def fit(trainer: Trainer, measured: Sequence[Measured]) -> dict[str, Fitted]:
             for m in measured
         ]
         model, on_fit, held_out = fit_cost(terms, observations, unit=unit, held_out=HELD_OUT)
-        found[name] = Fitted(model=model, on_fit=on_fit, held_out=held_out)
+        requests = any(m.impressions is not None for m in measured)
+        found[name] = Fitted(model=model, on_fit=on_fit, held_out=held_out, requests=requests)
     return found
 
 

@@ -41,7 +41,7 @@ from gem_pipelines.runtime import Runtime
 
 @dataclass(frozen=True, kw_only=True)
 class StepLoad:
-    """One rank's share of a step."""
+    """One rank's share of a step. seconds: of its own work; on CUDA of the dense forward pass alone."""
 
     load: float
     seconds: float

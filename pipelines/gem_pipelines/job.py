@@ -22,7 +22,8 @@ from gem_pipelines.balance import BalancedLoader
 from gem_pipelines.checkpoint_start import start_from
 from gem_pipelines.config import RunConfig
 from gem_pipelines.contract import check_versions, installed_versions
-from gem_pipelines.cost import budget_model, load_model
+from gem_pipelines.cost import Costs, budget_model
+from gem_pipelines.cost_run import common_costs, to_json
 from gem_pipelines.data_source import data_directory, trained_schema
 from gem_pipelines.errors import ConfigError, RunError, did_you_mean
 from gem_pipelines.loop import Job, Outcome
@@ -46,6 +47,7 @@ class Request:
 
     resume     go on with the run in run_dir
     automatic  nobody decided on this start (a restart): resume where run_dir holds a run, else begin
+    cost_given balance.cost was given for this start, and not taken from the run that goes on
     """
 
     config: RunConfig
@@ -53,6 +55,7 @@ class Request:
     resume: bool
     command: str
     automatic: bool = False
+    cost_given: bool = False
 
 
 def run(request: Request) -> Outcome | None:
@@ -102,13 +105,22 @@ def _run(
             runtime.on_main(directory.check_unused)
         say = print if runtime.is_main else lambda *_, **__: None
         say(f"run: {directory.path}")
+        check_balance(config)
         data = data_directory(config.data, runtime=runtime, say=say)
         schema = trained_schema(data, config.data)
         check_splits(data, schema)
         check_policies(config, schema)
+        costs = common_costs(
+            config.balance,
+            within(schema, config.data.max_length),
+            config.model,
+            runtime,
+            saved=directory.cost_file if request.resume else None,
+            anew=request.cost_given,
+        )
         row_limit = 0 if config.data.max_quarantined_rows else config.train.survey_rows
         survey = survey_data(data, row_limit=row_limit, runtime=runtime, open_ids=config.tables.open_ids())
-        job = build(config, data=data, directory=directory, runtime=runtime, lock=lock)
+        job = build(config, data=data, directory=directory, runtime=runtime, lock=lock, costs=costs)
         first = job.restore_latest() if request.resume else 0
         if config.train.init_from is not None and first == 0:
             start_from(Path(config.train.init_from), job.trainer, partial=config.train.init_partial, say=say)
@@ -116,9 +128,9 @@ def _run(
         def prepare_directory() -> None:
             if request.resume:
                 job.ledger.forget_after(first)
-                directory.go_on(config, command=request.command, step=first)
+                directory.go_on(config, command=request.command, step=first, costs=to_json(costs))
             else:
-                directory.create(config, command=request.command)
+                directory.create(config, command=request.command, costs=to_json(costs))
 
         runtime.on_main(prepare_directory)
         job.supervision = supervise(
@@ -141,6 +153,18 @@ def check_splits(data: DataPath, schema: Schema) -> None:
             f"{data}: a run needs the splits train and eval, and its files are of {' and '.join(sorted(splits))} only: "
             f"no {' and no '.join(sorted(missing))}. Write the latest rows as eval, strictly later than all of train: "
             'write_dataset(path, schema, {"train": ..., "eval": ...})'
+        )
+
+
+def check_balance(config: RunConfig) -> None:
+    """Raise ConfigError for a balance that would train another model."""
+    copies = config.parallel.table_replica
+    if config.balance.method == "global" and config.parallel.table_sync == "average" and copies > 1:
+        raise ConfigError(
+            f"balance.method is 'global' and parallel.table_sync 'average' over {copies} copies of the tables: the "
+            "balancer moves rows between copies, each of which applies the gradients of its own rows before they are "
+            "averaged, so another model would be trained than without. Use parallel.table_sync 'gradients', or "
+            "balance.method 'base' or 'none'"
         )
 
 
@@ -246,13 +270,21 @@ def training_loader(
 
 
 def build(
-    config: RunConfig, *, data: DataPath, directory: RunDirectory, runtime: Runtime, lock: RunLock | None = None
+    config: RunConfig,
+    *,
+    data: DataPath,
+    directory: RunDirectory,
+    runtime: Runtime,
+    lock: RunLock | None = None,
+    costs: Costs | None = None,
 ) -> Job:
-    """Loader, model, tables and trainer of one job, at step 0."""
+    """Loader, model, tables and trainer of one job, at step 0. costs: the run's; None: what balance.cost names."""
+    check_balance(config)
     seed_everything(config.train.seed, rank=runtime.rank)
     schema = within(trained_schema(data, config.data), config.data.max_length)
     check_graphs(config, runtime.device, schema, world_size=runtime.world_size)
-    cost = load_model(config.balance, schema, config.model)
+    costs = costs or common_costs(config.balance, schema, config.model, runtime)
+    cost, limited = costs.time, budget_model(config.balance, costs)
     quarantine = Quarantine()
     loader = training_loader(config, data=data, cost=cost, runtime=runtime, quarantine=quarantine)
     steps = total_steps(loader, config)
@@ -267,7 +299,6 @@ def build(
         compiled=config.model.compile,
         graphs=config.model.graphs,
     )
-    limited = budget_model(config.balance, schema, cost)
     trainer = Trainer(
         parallel, schema=schema, config=config, runtime=runtime, total_steps=steps, cost=cost, budget_cost=limited
     )

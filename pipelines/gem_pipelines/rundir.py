@@ -1,6 +1,7 @@
 """The run directory: everything a run leaves behind, and all that resuming and reporting read.
 
     config.json              the resolved config
+    cost.json                coefficients of the load of a row (cost_run.py), those of the run's start
     command.txt              the command that repeats the run; after a resume also the one that went on, and so forth
     versions.json            packages, interfaces, machine; "earlier": those before a resume, where they differ
     metrics.jsonl            one record a line (start, train, eval, end; a resumed run has a start for every process)
@@ -38,7 +39,9 @@ from gem_pipelines.runlock import RunLock
 from gem_pipelines.safe_files import read_json, refuse_links, sync_directory
 
 _PREDICTIONS = re.compile(r"predictions-(\d+)\.parquet")
-_HALF_WRITTEN = re.compile(r"\.(predictions-\d+\.parquet|command\.txt|versions\.json|config\.json|metrics\.jsonl)\.\d+")
+_HALF_WRITTEN = re.compile(
+    r"\.(predictions-\d+\.parquet|command\.txt|versions\.json|config\.json|cost\.json|metrics\.jsonl)\.\d+"
+)
 _DISTRIBUTIONS = ("gemline", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pyarrow", "safetensors")
 
 
@@ -53,6 +56,11 @@ class RunDirectory:
     def config_file(self) -> Path:
         """The resolved config."""
         return self.path / "config.json"
+
+    @property
+    def cost_file(self) -> Path:
+        """What a row costs in this run."""
+        return self.path / "cost.json"
 
     @property
     def metrics_file(self) -> Path:
@@ -104,22 +112,24 @@ class RunDirectory:
                 "or choose another --run-dir"
             )
 
-    def create(self, config: RunConfig, *, command: str) -> None:
+    def create(self, config: RunConfig, *, command: str, costs: dict[str, Any] | None = None) -> None:
         """Make the directory and write what describes the run."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self._write_costs(costs)
         write_text(self.path / "command.txt", command + "\n")
         write_text(self.path / "versions.json", json.dumps(collect_versions(), indent=2) + "\n")
         self.write_config(config)
         for made in self._made:  # the directories themselves, or a loss of power takes all that is in them
             sync_directory(made.parent)
 
-    def go_on(self, config: RunConfig, *, command: str, step: int) -> None:
+    def go_on(self, config: RunConfig, *, command: str, step: int, costs: dict[str, Any] | None = None) -> None:
         """Note that the run goes on from `step`: its command and versions, its config, and only records up to there."""
         versions = self._versions_from(step)
         commands = self.path / "command.txt"
         before = commands.read_text() if commands.exists() else ""
         write_text(commands, f"{before}# resumed from step {step}:\n{command}\n")
         write_text(self.path / "versions.json", json.dumps(versions, indent=2) + "\n")
+        self._write_costs(costs)
         self.write_config(config)
         self.forget_after(step)
 
@@ -134,6 +144,10 @@ class RunDirectory:
         if before and before != now:
             earlier = [*earlier, {"up_to_step": step, **before}]
         return now | ({"earlier": earlier} if earlier else {})
+
+    def _write_costs(self, costs: dict[str, Any] | None) -> None:
+        if costs is not None:
+            write_text(self.cost_file, json.dumps(costs, indent=2) + "\n")
 
     def write_config(self, config: RunConfig) -> None:
         """Write config.json."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from forked_ranks import gemline
+from forked_ranks import gemline, run_worker
 from gem_data.api import read_schema, write_dataset
 from gem_data.streaming import time_windows
 from gem_pipelines.checkpoint_format import step_directory
@@ -157,6 +157,34 @@ def test_base_batches_are_the_same_on_one_and_two_processes(data, tmp_path) -> N
     assert done.returncode == 0, done.stderr
     for a, b in zip(*(records(run) for run in runs), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5), a["step"]
+
+
+def test_ranks_whose_cost_files_differ_train_every_row_once(data, tmp_path) -> None:
+    """Each rank has another cost.json in its directory: all order the rows by that of rank 0, and stop at its error."""
+    names = [stream.name for stream in read_schema(data).streams]
+    for rank, name in enumerate(names):
+        (tmp_path / str(rank)).mkdir()
+        cost = {"time": {"unit": "events", "terms": [{"stream": name}]}}
+        (tmp_path / str(rank) / "cost.json").write_text(json.dumps(cost))
+    arguments = [
+        *(*ARGUMENTS, "--data", str(data), "--data.global-batch-size", "32", "--data.logical-shards", "4"),
+        *("--balance.method", "base", "--balance.base-batch", "2", "--balance.cost", "cost.json"),
+        *("--train.steps", "None", "--train.ledger", "True", "--train.checkpoint-every", "0"),
+    ]
+
+    def train_apart(name: str, code: int) -> str:
+        worker = Path(__file__).with_name("own_folder_worker.py")
+        started = ["train", *arguments, "--run-dir", str(tmp_path / name)]
+        return run_worker(worker, [str(tmp_path), str(code), *started], world=2)
+
+    train_apart("run", 0)
+    report = verify_ledger(tmp_path / "run" / "ledger", data)
+    assert (report.lost, report.twice) == ((), ())
+    assert json.loads((tmp_path / "run" / "cost.json").read_text())["time"]["terms"][0]["stream"] == names[0]
+    (tmp_path / "0" / "cost.json").write_text("{")
+    said = train_apart("bad", 1)
+    assert said.count("balance.cost is 'cost.json'") == 2, said
+    assert said.count("rank 0 reported") == 1, said
 
 
 @pytest.mark.slow

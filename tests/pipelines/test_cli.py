@@ -42,7 +42,15 @@ def run(debug_data, tmp_path_factory) -> Path:
 
 def test_a_run_leaves_what_it_promises(run, debug_data):
     assert {path.name for path in run.iterdir()} == {
-        *("config.json", "command.txt", "versions.json", "metrics.jsonl", "tensorboard", "predictions-3.parquet"),
+        *(
+            "config.json",
+            "cost.json",
+            "command.txt",
+            "versions.json",
+            "metrics.jsonl",
+            "tensorboard",
+            "predictions-3.parquet",
+        ),
         *("checkpoints", "supervision", "run.lock"),
     }
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]

@@ -8,12 +8,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from gem_data import cost
 from gem_data.api import FitError, batch_cost, read_schema
+from gem_data.interface import CostModel, CostTerm
 from gem_pipelines.cli import main
+from gem_pipelines.cli.profile import describe
 from gem_pipelines.config import BalanceConfig
 from gem_pipelines.cost import batch_loads, cost_terms, flops_cost, load_model, read_cost
-from gem_pipelines.cost_fit import Measured, draw_lengths, fit, random_batch
+from gem_pipelines.cost_fit import Fitted, Measured, _saved_bytes, check_batches, draw_lengths, fit, random_batch
 from gem_pipelines.errors import ConfigError
 from gem_pipelines.model.config import ModelConfig, StreamConfig
 from gem_pipelines.model.flops import training_flops
@@ -104,6 +107,84 @@ def test_profile_fits_time_and_memory_to_real_steps(debug_data, tmp_path, capsys
 def test_what_profile_refuses(arguments, message, capsys, debug_data) -> None:
     assert main(["profile", *arguments, *(["--data", str(debug_data)] if "--recipe" in arguments else [])]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_profile_refuses_before_it_measures(monkeypatch, capsys, debug_data, tmp_path) -> None:
+    """What would be lost after minutes: no place for the file, or fewer batches than unknowns."""
+    measured = []
+    monkeypatch.setattr("gem_pipelines.cost_fit.measure_steps", lambda *args, **named: measured.append(1) or [])
+    arguments = ["profile", "--fit-cost", "--recipe", "debug", "--data", str(debug_data)]
+    for more, message in (
+        (
+            ["--out", str(tmp_path / "none" / "cost.json")],
+            "none/cost.json', expected a file in a directory that exists",
+        ),
+        (["--out", str(tmp_path)], "expected a file in a directory that exists"),
+        (["--batches", "5", "--out", str(tmp_path / "c.json")], "of which 4 are fitted (every fourth is held out), ex"),
+    ):
+        assert main([*arguments, *more]) == 1
+        assert message in capsys.readouterr().err
+    assert measured == []
+    schema = read_schema(debug_data)
+    unknowns = len(cost_terms(schema, ModelConfig())) + 2
+    enough = next(n for n in range(100) if n - n // 4 >= unknowns)
+    check_batches(schema, ModelConfig(), batches=enough)
+    with pytest.raises(ConfigError, match=f"expected at least {enough} for the {unknowns} unknowns"):
+        check_batches(schema, ModelConfig(), batches=enough - 1)
+
+
+def test_profile_measures_whole_batches_and_needs_no_cost_file(monkeypatch, capsys, debug_data, tmp_path) -> None:
+    """The memory of a batch that a budget cuts is not that of its rows; and the file may be the one to be made."""
+    found = []
+
+    def measure(trainer, lengths, **named):
+        found.append(trainer.config.balance)
+        raise ConfigError("seen enough")
+
+    monkeypatch.setattr("gem_pipelines.cost_fit.measure_steps", measure)
+    out = str(tmp_path / "cost.json")
+    budget = ["--balance.cost", out, "--balance.budget", "200"]
+    assert main(["profile", "--fit-cost", "--recipe", "debug", "--data", str(debug_data), "--out", out, *budget]) == 1
+    said = capsys.readouterr()
+    assert "seen enough" in said.err
+    assert "balance.budget: left out, batches are measured whole" in said.out
+    assert found == [BalanceConfig()]
+
+
+def test_kept_bytes_are_of_tensors_and_not_of_addresses(debug_data) -> None:
+    """Ten passes, each freed by its backward before the next: their tensors have the same addresses."""
+    linear = torch.nn.Linear(64, 64)
+
+    def kept(passes: int) -> int:
+        def step(batches, *, clock):
+            for _ in range(passes):
+                torch.nn.functional.silu(linear(torch.ones(32, 64))).sum().backward()
+
+        runtime = SimpleNamespace(device=torch.device("cpu"))
+        return _saved_bytes(SimpleNamespace(parallel=SimpleNamespace(module=linear), step=step, runtime=runtime), None)
+
+    once = kept(1)
+    assert once == 2 * 32 * 64 * 4  # the input, and what silu keeps
+    assert kept(10) == 10 * once
+
+
+def test_every_unknown_of_a_fit_is_printed() -> None:
+    terms = (
+        CostTerm(stream="s", coefficient=2.0, extra=2, targets=1),
+        CostTerm(stream="s", coefficient=3.0, pairs=True, causal=True, window=4, extra=2, targets=1),
+        CostTerm(stream="s", coefficient=4.0, repeated=True),
+    )
+    model = CostModel(unit="seconds", per_step=5.0, per_sample=6.0, per_impression=7.0, terms=terms)
+    error = FitError(count=3, mean=0.1, worst=0.2)
+    lines = describe({"time": Fitted(model=model, on_fit=error, held_out=error, requests=True)})
+    assert lines[:4] == [
+        "time: seconds; 5 a step, 6 a row, 7 an impression beyond a row's first",
+        "    s: 2 a token, 2 more than events, 1 more for every further impression",
+        "    s: 3 a causal pair within 4, 2 more than events, 1 more for every further impression",
+        "    s: 4 a token, for every impression",
+    ]
+    plain = describe({"time": Fitted(model=model, on_fit=error, held_out=error)})
+    assert plain[0] == "time: seconds; 5 a step, 6 a row"
 
 
 def test_drawn_lengths_tell_tokens_from_pairs(debug_data) -> None:

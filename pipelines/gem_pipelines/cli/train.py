@@ -37,7 +37,14 @@ def main(arguments: Sequence[str]) -> int:
 
     run_dir = Path(known.run_dir) if known.run_dir else None
     command = repeat_command(arguments, resume=known.resume)
-    request = Request(config=config, run_dir=run_dir, resume=known.resume, command=command, automatic=automatic)
+    request = Request(
+        config=config,
+        run_dir=run_dir,
+        resume=known.resume,
+        command=command,
+        automatic=automatic,
+        cost_given=known.resume and not automatic and any(o.split("=", 1)[0] == "--balance.cost" for o in overrides),
+    )
     outcome = run(request)
     if outcome is not None:
         print_outcome(outcome)

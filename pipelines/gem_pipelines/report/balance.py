@@ -15,7 +15,7 @@ from gem_pipelines.report.run_data import RunData
 
 _NAMES = {
     "load": "predicted load",
-    "seconds": "measured work",
+    "seconds": "measured work (CUDA: forward)",
     "tokens": "tokens",
     "bytes": "bytes of the batch",
     "rows": "rows",
