@@ -143,14 +143,13 @@ def _shown(world: int, most: int) -> range:
 
 def _moves_table(plan: Plan) -> Table:
     table = Table(title="What moves in a step (bytes that one rank sends)", title_justify="left")
-    for column in ("axis", "collective", "what", "bytes", "tier", "time", "hidden"):
-        table.add_column(column)
+    for column in ("axis", "collective", "bytes", "tier", "time", "hidden"):
+        table.add_column(column, no_wrap=column != "collective")
     placed = layout(plan.chosen.spec, plan.topology)
     for row in _grouped_moves(plan.chosen):
         table.add_row(
             row["axis"],
-            f"{row['calls']:g} x {row['kind']}",
-            row["what"],
+            f"{row['calls']:g} x {row['kind']} of {row['what']}",
             size_text(row["bytes"]),
             placed.tiers[row["axis"]],
             seconds_text(row["seconds"]),
@@ -175,19 +174,18 @@ def _grouped_moves(found: Estimate) -> list[dict[str, Any]]:
     return list(grouped.values())
 
 
-def _parts_table(plan: Plan, runners_up: int) -> Table:
+def _parts_table(plan: Plan, runners_up: int) -> Group:
+    """Parts as rows and meshes as numbered columns, so that 80 columns hold it; the meshes by number below."""
+    meshes = (plan.chosen, *plan.runners_up[:runners_up])
     table = Table(title="Step time", title_justify="left")
-    table.add_column("mesh")
-    for column in ("step", *plan.chosen.seconds, "memory"):
-        table.add_column(column, justify="right")
-    for number, found in enumerate((plan.chosen, *plan.runners_up[:runners_up])):
-        table.add_row(
-            ("* " if number == 0 else "  ") + mesh_text(found.spec),
-            seconds_text(found.step_s),
-            *(seconds_text(value) for value in found.seconds.values()),
-            size_text(found.memory_bytes) + ("" if found.fits else " (!)"),
-        )
-    return table
+    table.add_column("part")
+    for number, _ in enumerate(meshes):
+        table.add_column(f"{number + 1}" + (" *" if number == 0 else ""), justify="right", no_wrap=True)
+    table.add_row("step", *(seconds_text(found.step_s) for found in meshes))
+    for part in plan.chosen.seconds:
+        table.add_row(part, *(seconds_text(found.seconds[part]) for found in meshes))
+    table.add_row("memory", *(size_text(found.memory_bytes) + ("" if found.fits else " (!)") for found in meshes))
+    return Group(table, *(f"  {number + 1}: {mesh_text(found.spec)}" for number, found in enumerate(meshes)))
 
 
 def _memory_table(plan: Plan) -> Table:

@@ -109,8 +109,8 @@ def ne_panel(run: RunData) -> Panel:
 def _draw_levels(axes: Axes, levels: list[Floor]) -> None:
     for index, floor in enumerate(levels):
         style = DASHES[1 + index % (len(DASHES) - 1)]
-        name = f"best, {floor.task}" if floor.name == "best possible" and floor.task else floor.name
-        label = f"{shorten(name, 20)} {floor.ne:.4g}"
+        name = "best" if floor.name == "best possible" else floor.name
+        label = shorten(name, 20) + (f", {shorten(floor.task, 20)}" if floor.task else "") + f" {floor.ne:.4g}"
         axes.axhline(floor.ne, color=INK, linewidth=1.2, linestyle=style, label=label)
 
 

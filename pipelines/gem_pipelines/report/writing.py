@@ -100,7 +100,8 @@ def _tiles(run: RunData) -> tuple[tuple[str, str], ...]:
         tiles.append((f"AUC, {task}", plain(values.get("auc"))))
     levels = [floor for floor in floors(run) if math.isfinite(floor.ne) and floor.name.startswith("floor: ")]
     if levels:
-        tiles.append(("NE of the best floor", plain(min(floor.ne for floor in levels))))
+        best = min(levels, key=lambda floor: floor.ne)
+        tiles.append(("NE of the best floor" + (f", {best.task}" if best.task else ""), plain(best.ne)))
     for task, ne in list(best_possible(run).items())[:1]:
         tiles.append((f"best possible NE, {task}", plain(ne)))
     rate = run.train.steady_column("samples_per_s")

@@ -101,7 +101,7 @@ def test_a_completed_run_is_shown_in_full(completed: tuple[Page, str, str]) -> N
     ):
         assert words in page.text, words
     assert "gemline train --recipe synthetic_cpu --data data/synthetic --train.seed 3" in page.text
-    assert "floor: logistic 0.907" in page.text, "the floor is named in the figure, with its value"
+    assert "floor: logistic, click 0.907" in page.text, "the floor is named in the figure, with its value"
 
 
 def test_the_page_stands_alone(completed: tuple[Page, str, str]) -> None:
