@@ -35,7 +35,7 @@ from gem_pipelines.checkpoint_keep import Keeper, find_latest, set_aside_damaged
 from gem_pipelines.config import FREE_ON_RESUME, RunConfig
 from gem_pipelines.config_codec import flatten, from_json, to_json
 from gem_pipelines.contract import compare_versions, installed_versions
-from gem_pipelines.cost_run import cost_mismatches, stored_costs
+from gem_pipelines.cost_run import cost_mismatches
 from gem_pipelines.errors import CheckpointError
 from gem_pipelines.rundir import collect_versions
 from gem_pipelines.runtime import Runtime
@@ -73,7 +73,7 @@ def capture(trainer: Trainer, loader: Loader) -> Checkpoint:
         "config": to_json(config),
         "versions": collect_versions(),
         "imbalance": trainer.imbalance.state_dict(trainer.runtime),
-        "costs": stored_costs(trainer.cost, trainer.budget_cost),
+        "costs": trainer.stored_costs,
     }
     return Checkpoint(tensors=tensors, state=state, about=about)
 

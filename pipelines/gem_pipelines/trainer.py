@@ -34,6 +34,7 @@ from torch import Tensor
 from gem_pipelines.agreement import Agreement, RemoteBatchError, StepTotals
 from gem_pipelines.batches import BatchError
 from gem_pipelines.config import RunConfig
+from gem_pipelines.cost_run import stored_costs
 from gem_pipelines.features import to_model_input
 from gem_pipelines.imbalance import ImbalanceLog, WorkClock, own_load, within_budget
 from gem_pipelines.late import LateRead, send
@@ -106,6 +107,7 @@ class Trainer:
         """cost: the load of a row; None: its events. budget_cost: what balance.budget limits; None: that load."""
         self.cost = events_cost(schema) if cost is None else cost
         self.budget_cost = self.cost if budget_cost is None else budget_cost
+        self.stored_costs = stored_costs(self.cost, self.budget_cost)  # for every checkpoint
         self.parallel = parallel
         self.schema = schema
         self.config = config
