@@ -26,6 +26,7 @@ from gem_pipelines.cost import Costs, budget_model
 from gem_pipelines.cost_run import common_costs, to_json
 from gem_pipelines.data_source import data_directory, trained_schema
 from gem_pipelines.errors import ConfigError, RunError, did_you_mean
+from gem_pipelines.launcher_watch import LauncherWatch
 from gem_pipelines.loop import Job, Outcome
 from gem_pipelines.model.build import build_model, table_specs
 from gem_pipelines.parallel_graphs import check_graphs
@@ -60,29 +61,29 @@ class Request:
 
 def run(request: Request) -> Outcome | None:
     """Run the job in this process (one of many under torchrun). Returns the outcome on rank 0, None elsewhere."""
-    launcher = launcher_process()  # before the minutes of set-up, in which it may die
-    check_versions(installed_versions())
-    train = request.config.train
-    record_collectives()
-    runtime = start_runtime(
-        device=train.device,
-        threads=train.threads,
-        deterministic=train.deterministic,
-        timeout=timedelta(seconds=train.timeout_s),
-    )
-    default = Path("runs") / f"{request.config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    lock: RunLock | None = None
-    try:
-        directory = RunDirectory(Path(runtime.from_main(str(request.run_dir or default))))
-        lock = _lock(directory, runtime)
-        if request.automatic:
-            exists = runtime.from_main(str(int(directory.config_file.exists()))) == "1"
-            request = dataclasses.replace(request, resume=request.resume or exists)
-        return _run(request, directory, lock, runtime, launcher)
-    finally:
-        if lock is not None:
-            directory.give_up_lock(lock)
-        runtime.close()
+    with LauncherWatch(launcher_process()):  # before the minutes of set-up, in which it may die
+        check_versions(installed_versions())
+        train = request.config.train
+        record_collectives()
+        runtime = start_runtime(
+            device=train.device,
+            threads=train.threads,
+            deterministic=train.deterministic,
+            timeout=timedelta(seconds=train.timeout_s),
+        )
+        default = Path("runs") / f"{request.config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        lock: RunLock | None = None
+        try:
+            directory = RunDirectory(Path(runtime.from_main(str(request.run_dir or default))))
+            lock = _lock(directory, runtime)
+            if request.automatic:
+                exists = runtime.from_main(str(int(directory.config_file.exists()))) == "1"
+                request = dataclasses.replace(request, resume=request.resume or exists)
+            return _run(request, directory, lock, runtime)
+        finally:
+            if lock is not None:
+                directory.give_up_lock(lock)
+            runtime.close()
 
 
 def _lock(directory: RunDirectory, runtime: Runtime) -> RunLock | None:
@@ -96,9 +97,7 @@ def _lock(directory: RunDirectory, runtime: Runtime) -> RunLock | None:
     return held[0] if held else None
 
 
-def _run(
-    request: Request, directory: RunDirectory, lock: RunLock | None, runtime: Runtime, launcher: int | None
-) -> Outcome | None:
+def _run(request: Request, directory: RunDirectory, lock: RunLock | None, runtime: Runtime) -> Outcome | None:
     with refusals_noted():
         config = request.config
         if not request.resume:
@@ -140,7 +139,6 @@ def _run(
             first_step=first,
             automatic=request.automatic,
             files=[file.path for file in job.schema.files],
-            launcher=launcher,
         )
     return job.train(resumed_from=first if request.resume else None, survey=survey)
 

@@ -79,14 +79,12 @@ def supervise(
     first_step: int,
     automatic: bool,
     files: Sequence[str],
-    launcher: int | None,
 ) -> Supervision:
     """Start to watch this rank. A collective.
 
     first_step  where this start begins
     automatic   nobody decided on this start; False forgets earlier failures
     files       names of the data files
-    launcher    process that started this one, as it was when the process began; without it the process ends
 
     Raises RestartLoopError on every rank where earlier automatic starts got nowhere.
     """
@@ -111,7 +109,6 @@ def supervise(
         attempt=number,
         given_s=config.hang_limit_s,
         before_s=config.timeout_s,
-        launcher=launcher,
     )
     watchdog.start()
     return Supervision(recorder, watchdog)

@@ -81,10 +81,7 @@ class StepLimit:
 
 
 class Watchdog:
-    """Watches this rank. `given_s`: train.hang_limit_s; `before_s`: limit where nothing is measured.
-
-    launcher  process that started this one, without which it must not go on; None: there is none
-    """
+    """Watches this rank. `given_s`: train.hang_limit_s; `before_s`: limit where nothing is measured."""
 
     def __init__(
         self,
@@ -95,13 +92,11 @@ class Watchdog:
         attempt: int,
         given_s: float | None,
         before_s: float,
-        launcher: int | None = None,
     ) -> None:
         self.flights, self.recorder, self.rank = run / "supervision", recorder, rank
         self.directory = run / "hang" / f"start-{attempt}"
         self._limit = StepLimit(given_s=given_s, before_s=before_s)
         self._before_s = before_s
-        self._launcher = launcher
         self._off = given_s == 0
         self._stop = threading.Event()
         self._signal_file: TextIO | None = None
@@ -111,8 +106,6 @@ class Watchdog:
         """Begin to watch. Signals are installed here, so this is for the main thread."""
         if self._off:
             return
-        if self._orphaned():
-            self._end_alone()
         self._signal_file = open(self.flights / f"rank-{self.rank:05d}.stacks", "w")  # noqa: SIM115 - closed in stop()
         faulthandler.register(signal.SIGUSR1, file=self._signal_file, all_threads=True, chain=False)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -154,20 +147,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stop.wait(min(0.25, self.limit_s() / 20)):
-            if self._orphaned():
-                self._end_alone()
             waited = (time.monotonic_ns() - self.recorder.since_ns) / 1e9
             if waited > self.limit_s() and self.recorder.phase != ENDED:
                 self._end_all(waited)
-
-    def _orphaned(self) -> bool:
-        return self._launcher is not None and os.getppid() != self._launcher
-
-    def _end_alone(self) -> None:
-        """The launcher is dead: nobody would see how this process ends, and the next start needs its lock."""
-        sys.stderr.write(f"rank {self.rank}: the launcher, process {self._launcher}, is gone; this process ends\n")
-        sys.stderr.flush()
-        os._exit(1)
 
     def _end_all(self, waited: float) -> None:
         """Does not return."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 
 import pytest
@@ -15,7 +16,6 @@ from gem_pipelines.errors import ConfigError, RemoteError
 from gem_pipelines.flight import CAPACITY, ENDED, FlightRecorder, clear_flights, read_flights
 from gem_pipelines.refusals import VARIABLE, refusal, refusals_noted
 from gem_pipelines.restarts import RestartLoopError, earlier_verdict, note_start
-from gem_pipelines.runtime import start_runtime
 from gem_pipelines.supervision import Supervision
 from gem_pipelines.watchdog import StepLimit, Watchdog, last_collectives, process_state
 
@@ -166,28 +166,30 @@ def test_the_limit_counts_anew_for_closing_and_the_error_is_told(make_job, tmp_p
     assert "Traceback" not in told
 
 
-def test_a_launcher_that_dies_while_the_job_is_set_up_is_missed(debug_config, tmp_path, monkeypatch, capfd):
-    """No step is trained under another parent than the one that the process began with."""
+def test_a_launcher_that_dies_while_the_processes_meet_is_missed(debug_config, tmp_path, monkeypatch, capfd):
+    """Meeting waits inside torch, for minutes, for a peer that died with the launcher."""
     begun = os.getppid()
-    parents = [begun]
+    parents, ended, left = [begun], [], threading.Event()
 
-    def start(**options):
+    def meet(**options):
         parents[0] = begun + 1
-        return start_runtime(**options)
+        assert left.wait(5), "the launcher is gone and this process still waits"
+        raise SystemExit
 
     def leave(code):
-        raise SystemExit(code)
+        ended.append(code)
+        left.set()
+        raise SystemExit  # ends the thread only
 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
     monkeypatch.setattr(os, "getppid", lambda: parents[0])
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(job_module, "start_runtime", start)
+    monkeypatch.setattr(job_module, "start_runtime", meet)
     request = job_module.Request(config=debug_config(), run_dir=tmp_path / "run", resume=False, command="test")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit):
         job_module.run(request)
-    assert ended.value.code == 1
+    assert ended == [1]
     assert f"the launcher, process {begun}, is gone" in capfd.readouterr().err
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(
