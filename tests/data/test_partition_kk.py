@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 
 import numpy as np
 import pytest
@@ -46,15 +47,17 @@ LOADS = st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.5, 1e9]) | st.floats(0, 1e6),
 @settings(max_examples=100, deadline=None)
 @given(LOADS, st.integers(1, 7), st.sampled_from(["equal", "free"]))
 def test_groups_are_those_of_the_definition(loads: list[float], parts: int, counts: str) -> None:
+    """With free counts by their sums: which of two equally heavy groups a row joins is open."""
     found = partition(loads, parts, method="kk", counts=counts)
     if counts == "equal":
         wanted = by_definition(loads, parts, counts)
-    else:  # of rows that weigh something; the others go where the fewest rows are
-        weighing = [row for row, load in enumerate(loads) if load]
-        wanted = [[weighing[i] for i in group] for group in by_definition([loads[r] for r in weighing], parts, counts)]
-        for row in (row for row, load in enumerate(loads) if not load):
-            min(wanted, key=len).append(row)
-    assert [part.tolist() for part in found] == [sorted(group) for group in wanted]
+        assert [part.tolist() for part in found] == [sorted(group) for group in wanted]
+    else:
+        wanted = by_definition([load for load in loads if load], parts, counts)
+        weighing = [load for load in loads if load]
+        sums = sorted(math.fsum(weighing[row] for row in group) for group in wanted)
+        assert sorted(math.fsum(loads[row] for row in part) for part in found) == pytest.approx(sums, rel=1e-9)
+        assert sorted(row for part in found for row in part.tolist()) == list(range(len(loads)))
 
 
 @pytest.mark.parametrize("method", ["lpt", "kk"])
