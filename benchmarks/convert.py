@@ -13,7 +13,6 @@ import argparse
 import datetime
 import json
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -134,7 +133,8 @@ def convert(path: Path, *, results: Path, records: Path, commit: str | None = No
     (results / machine["machine"] / "machine.json").write_text(json.dumps({**machine, "version": 1}, indent=1) + "\n")
     add_benchmarks(results, [benchmark_of(measurement) for measurement in tree["measurements"]])
     records.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(path, records / f"{machine['machine']}-{commit_hash[:8]}-{path.name}")
+    stored = records / f"{machine['machine']}-{commit_hash[:8]}-{path.name}"
+    stored.write_text(json.dumps(record, indent=1, allow_nan=False))
     return results / machine["machine"] / f"{commit_hash[:8]}-{environment}.json"
 
 

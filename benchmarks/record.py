@@ -128,14 +128,15 @@ def write_measurements(
     ceilings: Mapping[str, float],
     before: DeviceRecord,
     after: DeviceRecord | None = None,
+    without: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the file, whole or not at all; the other arguments are those of `facts`.
+    """Write the file, whole or not at all; the other arguments are those of `facts`, and `without` of `write_record`.
 
     Raises ValueError when nothing was measured: then there is no file.
     """
     if not measurements:
         raise ValueError(f"nothing was measured: {path} is not written")
-    tree = {"format": FORMAT, **facts(ceilings=ceilings, before=before, after=after)}
+    tree = {"format": FORMAT, **facts(ceilings=ceilings, before=before, after=after), "without": dict(without or {})}
     tree["measurements"] = [asdict(measurement) for measurement in measurements]
     write_whole(path, json.dumps(tree, indent=1, allow_nan=False))
 

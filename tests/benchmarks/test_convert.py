@@ -95,6 +95,12 @@ def test_a_file_without_its_facts_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"one\.json lacks dirty"):
         convert(file_with(tmp_path / "one.json", one), **places)
     assert not (tmp_path / "r").exists()
+    write_measurements(
+        tmp_path / "bare.json", [one], ceilings=CEILINGS, before=BUSY, after=BUSY, without={"energy": "no counter"}
+    )
+    convert(tmp_path / "bare.json", **places, commit="HEAD")
+    (stored,) = (tmp_path / "r").iterdir()
+    assert lacking(json.loads(stored.read_text())) == []  # what is stored, publish takes
 
 
 def test_nothing_measured_writes_no_file(tmp_path):
