@@ -104,9 +104,12 @@ def convert(path: Path, *, results: Path, records: Path, commit: str | None = No
     tree = read_measurements(path)
     machine = machine_of(tree)
     commit_hash, date = commit_of(tree, commit)
-    if lacks := [
-        fact for fact in lacking(json.loads(path.read_text())) if not (commit and fact in ("commit", "dirty"))
-    ]:
+    record = json.loads(path.read_text())
+    if commit:  # somebody's word for what the file leaves open
+        record["commit"] = commit_hash
+        if record.get("dirty") is None:
+            record["without"] = {**record.get("without", {}), "dirty": "the commit was named when this was stored"}
+    if lacks := lacking(record):
         raise ValueError(
             f"{path.name} lacks {', '.join(lacks)}: measure again with benchmarks/record.py's writer, at work and with "
             "GEMLINE_COMMIT set, or let the file say under 'without' why it cannot be had"
