@@ -262,6 +262,40 @@ def loses_the_sign_of_the_scale(call):
     call.spec = replace(call.spec, scale=abs(call.spec.scale))
 
 
+OTHERS = ("softmax-cross", "silu-broadcast", "silu-tail", "silu-shared-cross", "softmax-shared-broadcast")
+OWN_QUERIES = ("silu-cross", "softmax-tail", "silu-tail-bias", "softmax-shared-cross")
+
+
+@seen_by(*(f"repeatable-{name}" for name in OTHERS))
+def gives_other_bits_every_second_time(call):
+    call.kept["odd"] = not call.kept.get("odd", True)
+    if call.spec.query != "self" and call.kept["odd"]:
+        last_bit = lambda grad: grad * (1 + 2**-23)  # noqa: E731
+        call.q, call.k, call.v = (Backward.apply(x, last_bit) for x in (call.q, call.k, call.v))
+
+
+@seen_by(*(f"isolation-{name}" for name in OTHERS))
+def adds_nothing_of_all_values(call):
+    nothing = 0 * call.v.detach().sum()
+    call.after = lambda out: out if call.spec.query == "self" else out + nothing
+
+
+@seen_by(*(f"isolation-{name}" for name in OWN_QUERIES))
+def adds_nothing_of_all_queries(call):
+    nothing = 0 * call.q.detach().sum()
+    call.after = lambda out: out if call.spec.query == "self" else out + nothing
+
+
+@seen_by("isolation-silu-shared-cross")
+def adds_nothing_of_the_queries_that_share_keys(call):
+    layout, rows = call.layout, torch.zeros(call.q.shape[0], 1, 1)
+    if layout.kv_index is not None and layout.q_offsets is not None:
+        of_row = layout.kv_index.repeat_interleave(layout.q_offsets.diff())
+        for row in layout.kv_index.unique():
+            rows[of_row == row] += 0 * call.q.detach()[of_row == row].sum()
+    call.after = lambda out: out if call.spec.query == "broadcast" else out + rows
+
+
 @pytest.mark.parametrize(("fault", "name"), FAULTS)
 def test_the_suite_sees(fault, name):
     check = CHECKS.get(name) or CHECKS[f"{name}-float32"]
@@ -305,6 +339,31 @@ def test_what_is_refused_or_not_promised_is_listed_with_its_reason():
     checks[0](reference.attention)  # one core case is enough
     with pytest.raises(SkipTest, match="no window"):
         next(check for check in checks if check.skipped)(reference.attention)
+
+
+def dims_run(*head_dims):
+    """(of q and k, of v) that an implementation of these dims meets, and why which checks are left out."""
+    met, names = set(), ("tail-d", "unequal-dims", "wide-values", "narrow-values-cross")
+
+    def attention(q, k, v, **more):
+        met.add((q.shape[-1], v.shape[-1]))
+        return reference.attention(q, k, v, **more)
+
+    checks = conformance(Quirks(head_dims=head_dims))
+    for check in checks:
+        if check.skipped is None and check.name.startswith(tuple(f"float64-silu-{name}" for name in names)):
+            check(attention)
+    return met, summary(checks).reasons
+
+
+def test_only_head_dims_that_were_named_are_run():
+    unequal = len([case for case in cases() if case.qk_dim != case.v_dim])
+    met, reasons = dims_run(16)
+    assert met == {(16, 16)}
+    assert reasons["quirk: q and v of unequal dims"] >= unequal > 5
+    met, reasons = dims_run(16, 32)
+    assert met == {(16, 16), (32, 32), (32, 16), (16, 32)}
+    assert set(reasons) == {"quirk: q and v of unequal dims"}  # (8, 16) and (64, 32)
 
 
 # ------------------------------------------------------------------------------------------------ the block
