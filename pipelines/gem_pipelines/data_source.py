@@ -31,11 +31,6 @@ def data_directory(config: DataConfig, *, runtime: Runtime, say: Callable[[str],
     """
     path = data_path(config.source)
     if (path / "schema.json").is_file():
-        if config.options:
-            raise ConfigError(
-                f"data.options is {', '.join(config.options)}: options make a named data set (one of "
-                f"{', '.join(gem_datasets.names())}), and data.source is a directory, {config.source!r}: leave them out"
-            )
         return path
     if isinstance(path, RemotePath):
         raise ConfigError(f"data.source is {config.source!r}: there is no {path / 'schema.json'}")

@@ -28,6 +28,10 @@ class RemoteError(RunError):
     """This rank stopped because another one reported an error; the message repeats it."""
 
 
+class MeetingError(RunError):
+    """A process of the job did not come; another start may find it there."""
+
+
 class ExchangeError(RuntimeError):
     """A collective of the balancer failed: another rank is gone or too late. It cannot be told to the others, who may
     be gone, so nobody may enter another collective because of it.

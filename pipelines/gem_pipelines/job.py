@@ -35,7 +35,7 @@ from gem_pipelines.quarantine import Quarantine
 from gem_pipelines.refusals import refusals_noted
 from gem_pipelines.rundir import RunDirectory
 from gem_pipelines.runlock import RunLock
-from gem_pipelines.runtime import Runtime, launcher_process, start_runtime
+from gem_pipelines.runtime import Runtime, start_runtime
 from gem_pipelines.supervision import supervise
 from gem_pipelines.trainer import Trainer
 from gem_pipelines.watchdog import record_collectives
@@ -48,6 +48,7 @@ class Request:
 
     resume     go on with the run in run_dir
     automatic  nobody decided on this start (a restart): resume where run_dir holds a run, else begin
+    launcher   process that started this one, without which it ends (see launcher_watch.py)
     cost_given balance.cost was given for this start, and not taken from the run that goes on
     """
 
@@ -56,21 +57,23 @@ class Request:
     resume: bool
     command: str
     automatic: bool = False
+    launcher: int | None = None
     cost_given: bool = False
 
 
 def run(request: Request) -> Outcome | None:
     """Run the job in this process (one of many under torchrun). Returns the outcome on rank 0, None elsewhere."""
-    with LauncherWatch(launcher_process()):  # before the minutes of set-up, in which it may die
-        check_versions(installed_versions())
-        train = request.config.train
-        record_collectives()
-        runtime = start_runtime(
-            device=train.device,
-            threads=train.threads,
-            deterministic=train.deterministic,
-            timeout=timedelta(seconds=train.timeout_s),
-        )
+    with LauncherWatch(request.launcher):
+        with refusals_noted():
+            check_versions(installed_versions())
+            train = request.config.train
+            record_collectives()
+            runtime = start_runtime(
+                device=train.device,
+                threads=train.threads,
+                deterministic=train.deterministic,
+                timeout=timedelta(seconds=train.timeout_s),
+            )
         default = Path("runs") / f"{request.config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         lock: RunLock | None = None
         try:

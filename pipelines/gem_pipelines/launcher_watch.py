@@ -14,8 +14,16 @@ from types import TracebackType
 _EVERY_S = 0.25
 
 
+def launcher_process() -> int | None:
+    """Process number of the torchrun that started this process; None where nothing watches over it.
+
+    To be asked when a process begins: the imports before a job take seconds, in which the launcher may die.
+    """
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
 class LauncherWatch:
-    """launcher: process that started this one, as it was when the process began; None: there is none to watch."""
+    """launcher: what launcher_process() said when the process began."""
 
     def __init__(self, launcher: int | None) -> None:
         self._launcher = launcher

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gem_pipelines.errors import RunError
+from gem_pipelines.errors import MeetingError
 
 _POLL_S = 0.01
 
@@ -23,7 +23,7 @@ _POLL_S = 0.01
 def meet(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """`store` under a prefix that the `world_size` processes of this start, and no others, have.
 
-    RunError on rank 0 names the ranks that did not come within `timeout`.
+    MeetingError on rank 0 names the ranks that did not come within `timeout`.
     """
     mine = uuid.uuid4().hex
     if rank == 0:
@@ -33,7 +33,7 @@ def meet(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -
     try:
         store.wait([f"told/{mine}"], timeout)
     except dist.DistStoreError:
-        raise RunError(f"rank {rank}: rank 0 did not answer within {timeout.total_seconds():.0f} s") from None
+        raise MeetingError(f"rank {rank}: rank 0 did not answer within {timeout.total_seconds():.0f} s") from None
     start = store.get(f"told/{mine}").decode()
     store.set(f"met/{start}/{rank}", "")
     return dist.PrefixStore(f"start/{start}", store)
@@ -53,7 +53,7 @@ def _invite(store: dist.Store, start: str, world_size: int, timeout: timedelta) 
                 absent.remove(rank)
         if absent and time.monotonic() > deadline:
             missing = ", ".join(map(str, sorted(absent)[:8])) + (", ..." if len(absent) > 8 else "")
-            raise RunError(
+            raise MeetingError(
                 f"rank 0: {len(absent)} of {world_size} ranks did not come within {timeout.total_seconds():.0f} s "
                 f"(ranks {missing}): see what they, or their hosts, say"
             )

@@ -138,11 +138,6 @@ def launched_by_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launcher_process() -> int | None:
-    """Process number of the torchrun that started this process; None where nothing watches over it."""
-    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-
-
 def choose_device(name: str, *, local_rank: int) -> torch.device:
     """ "auto" is CUDA where present, else the CPU. Asking for CUDA where there is none is an error."""
     if name == "auto":

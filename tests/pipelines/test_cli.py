@@ -14,7 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from gem_data.damage import refresh_block_hashes
 from gem_pipelines.cli import main
-from gem_pipelines.cli.train import repeat_command
+from gem_pipelines.cli.train import repeat_command, with_overrides
+from gem_pipelines.errors import ConfigError
+from gem_pipelines.recipes import find_recipe
 from gem_pipelines.rundir import read_records
 
 SMALL = [
@@ -321,6 +323,15 @@ def test_evaluation_must_be_later_than_training(debug_data, tmp_path, capsys):
     assert main(["train", "--recipe", "debug", "--data", str(directory), "--run-dir", str(run), *SMALL]) == 1
     assert "evaluation must be strictly later than training" in capsys.readouterr().err
     assert not run.exists()
+
+
+def test_options_given_for_a_directory_are_refused_and_a_recipes_own_are_not(debug_data):
+    config = find_recipe("debug")
+    assert config.data.options
+    for data, overrides in ((str(debug_data), []), (None, ["--data.source", str(debug_data)])):
+        assert with_overrides(config, data, overrides, own_flags=()).data.source == str(debug_data)
+    with pytest.raises(ConfigError, match=r"data\.options is rows=5: options make a named data set, .* leave them out"):
+        with_overrides(config, str(debug_data), ["--data.options", "rows=5"], own_flags=())
 
 
 def test_data_without_an_eval_split_are_refused(debug_data, tmp_path, capsys):

@@ -45,7 +45,7 @@ def test_a_resume_takes_the_coefficients_of_the_run(
     run = RunDirectory(tmp_path / "run")
 
     def start(of: Any, **more: Any) -> None:
-        _run(Request(config=of, run_dir=run.path, command="test", **more), run, None, runtime, None)
+        _run(Request(config=of, run_dir=run.path, command="test", **more), run, None, runtime)
 
     start(config, resume=False)
     whole = digest(run.path, 4)

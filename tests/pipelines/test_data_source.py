@@ -14,12 +14,6 @@ def test_a_directory_is_taken_as_it_is(runtime, debug_data):
     assert data_directory(config, runtime=runtime, say=pytest.fail) == debug_data
 
 
-def test_options_of_a_directory_are_refused(runtime, debug_data):
-    config = DataConfig(source=str(debug_data), options=("rows=5",))
-    with pytest.raises(ConfigError, match=r"data\.options is rows=5: options make a named data set .* leave them out"):
-        data_directory(config, runtime=runtime, say=pytest.fail)
-
-
 def test_a_named_data_set_is_prepared_once(runtime, tmp_path):
     config = DataConfig(source="parity", options=("rows=200",), cache=str(tmp_path / "cache"))
     said = []

@@ -11,7 +11,7 @@ import atexit, sys, threading, time
 from datetime import timedelta
 from gem_pipelines import cli
 
-def work(arguments):
+def work(arguments, launcher):
     # Two ranks in this process. The second takes part only while the interpreter is taken down (Late.__del__): then
     # the first rank's thread has the last hold on its tensor.
     import torch

@@ -9,13 +9,16 @@ import time
 
 import pytest
 import torch
+from gem_data.interface import DataError
 from gem_pipelines import job as job_module
 from gem_pipelines import loop
+from gem_pipelines.cli import main
 from gem_pipelines.cli.launch import exit_code
-from gem_pipelines.errors import ConfigError, RemoteError
+from gem_pipelines.errors import ConfigError, MeetingError, RemoteError
 from gem_pipelines.flight import CAPACITY, ENDED, FlightRecorder, clear_flights, read_flights
 from gem_pipelines.refusals import VARIABLE, refusal, refusals_noted
 from gem_pipelines.restarts import RestartLoopError, earlier_verdict, note_start
+from gem_pipelines.runlock import LockError
 from gem_pipelines.supervision import Supervision
 from gem_pipelines.watchdog import StepLimit, Watchdog, last_collectives, process_state
 
@@ -166,7 +169,7 @@ def test_the_limit_counts_anew_for_closing_and_the_error_is_told(make_job, tmp_p
     assert "Traceback" not in told
 
 
-def test_a_launcher_that_dies_while_the_processes_meet_is_missed(debug_config, tmp_path, monkeypatch, capfd):
+def test_a_launcher_that_dies_while_the_processes_meet_is_missed(tmp_path, monkeypatch, capfd):
     """Meeting waits inside torch, for minutes, for a peer that died with the launcher."""
     begun = os.getppid()
     parents, ended, left = [begun], [], threading.Event()
@@ -185,11 +188,21 @@ def test_a_launcher_that_dies_while_the_processes_meet_is_missed(debug_config, t
     monkeypatch.setattr(os, "getppid", lambda: parents[0])
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(job_module, "start_runtime", meet)
-    request = job_module.Request(config=debug_config(), run_dir=tmp_path / "run", resume=False, command="test")
     with pytest.raises(SystemExit):
-        job_module.run(request)
+        main(["train", "--recipe", "debug", "--run-dir", str(tmp_path / "run")])
     assert ended == [1]
     assert f"the launcher, process {begun}, is gone" in capfd.readouterr().err
+
+
+def made_of(cause):
+    """A user's mistake, as code makes it of an error of the system."""
+    try:
+        try:
+            raise cause
+        except OSError:
+            raise DataError("cannot be read") from None
+    except DataError as error:
+        return error
 
 
 @pytest.mark.parametrize(
@@ -199,6 +212,10 @@ def test_a_launcher_that_dies_while_the_processes_meet_is_missed(debug_config, t
         (RestartLoopError("stopped"), ("stopped", 4)),
         (RemoteError("rank 0 reported: disk"), None),  # rank 0 itself knows whether another start would meet it
         (OSError("the store does not answer"), None),
+        (made_of(TimeoutError("no answer")), None),  # whatever the message is made of
+        (made_of(FileNotFoundError("no such file")), ("cannot be read", 1)),
+        (LockError("another job holds it"), None),
+        (MeetingError("rank 1 did not come"), None),
         (RuntimeError("a fault"), None),
     ],
 )

@@ -53,14 +53,21 @@ def test_t1_restarted_by_torchrun(debug_data, rng, counted, tmp_path):
     assert len(killed) == 2
 
 
-def test_a_mistake_is_not_started_again(debug_data, tmp_path):
-    """The mesh is made after the processes met: every start would be refused."""
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (["--parallel.shard", "4"], "the mesh does not fit 2 ranks"),  # found when the processes have met
+        (["--train.device", "cuda"], "torch sees no CUDA device"),  # before
+        (["--data"], "argument --data: expected one argument"),  # in the command
+    ],
+)
+def test_a_mistake_is_not_started_again(debug_data, mistake, words, tmp_path):
     run = tmp_path / "run"
     given = [a for a in arguments(run, debug_data, STEPS, beside=True)[1:] if a != "--auto-resume"]
-    command = [sys.executable, "-m", "gem_pipelines", "launch", "--processes", "2", *given, "--parallel.shard", "4"]
+    command = [sys.executable, "-m", "gem_pipelines", "launch", "--processes", "2", *given, *mistake]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1, done.stderr[-3000:]
-    assert "the mesh does not fit 2 ranks" in done.stderr
+    assert words in done.stderr
     assert "fault of the program" not in done.stderr
     assert not run.exists()
 

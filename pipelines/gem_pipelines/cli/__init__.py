@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from gem_pipelines.contract import check_versions, installed_versions
 from gem_pipelines.errors import ConfigError, did_you_mean
+from gem_pipelines.launcher_watch import launcher_process
 from gem_pipelines.leaving import leave
 
 COMMANDS = {
@@ -40,11 +41,12 @@ EXIT_OK, EXIT_MISTAKE, EXIT_FAULT, EXIT_INTERRUPTED = 0, 1, 3, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    launcher = launcher_process()
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments
     arguments = [argument for argument in arguments if argument != "--traceback"]
     try:
-        return _dispatch(arguments)
+        return _dispatch(arguments, launcher)
     except BrokenPipeError:  # the reader of our output (head, less) has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_MISTAKE
@@ -68,7 +70,7 @@ def program() -> NoReturn:
     leave(main())
 
 
-def _dispatch(arguments: list[str]) -> int:
+def _dispatch(arguments: list[str], launcher: int | None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
         return EXIT_OK if arguments else EXIT_MISTAKE
@@ -78,6 +80,8 @@ def _dispatch(arguments: list[str]) -> int:
     if command != "doctor":  # which has to speak where the packages do not fit
         check_versions(installed_versions())
     module = importlib.import_module(f"gem_pipelines.cli.{command}")
+    if command == "train":
+        return int(module.main(arguments[1:], launcher=launcher))
     return int(module.main(arguments[1:]))
 
 

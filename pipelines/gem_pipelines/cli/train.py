@@ -23,12 +23,11 @@ _FLAGS = ("--recipe", "--data", "--run-dir", "--resume", "--auto-resume", "--tra
 _NOT_REPEATED = ("--run-dir",)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Train; prints the result on rank 0."""
-    parser = _parser()
-    known, overrides = parser.parse_known_args(arguments)
-    automatic = known.auto_resume or restarted()
+def main(arguments: Sequence[str], *, launcher: int | None = None) -> int:
+    """Train; prints the result on rank 0. launcher: what launcher_process() said when this process began."""
     with refusals_noted():
+        known, overrides = _parser().parse_known_args(arguments)
+        automatic = known.auto_resume or restarted()
         if automatic:
             refuse_restart(known.run_dir)
         config = _resolve(known, overrides)
@@ -43,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         resume=known.resume,
         command=command,
         automatic=automatic,
+        launcher=launcher,
         cost_given=known.resume and not automatic and any(o.split("=", 1)[0] == "--balance.cost" for o in overrides),
     )
     outcome = run(request)
@@ -118,7 +118,14 @@ def with_overrides(
     """`config` with --data and the dotted values of the command line."""
     if data:
         config = replace(config, data=replace(config.data, source=data, options=_kept_options(config, data)))
-    return apply_overrides(config, overrides, own_flags=own_flags)
+    config = apply_overrides(config, overrides, own_flags=own_flags)
+    given = {argument.split("=", 1)[0].replace("_", "-") for argument in overrides}
+    if "--data.options" in given and config.data.options and (Path(config.data.source) / "schema.json").is_file():
+        raise ConfigError(
+            f"data.options is {', '.join(config.data.options)}: options make a named data set, and data.source is a "
+            f"directory, {config.data.source!r}: leave them out"
+        )
+    return config
 
 
 def _kept_options(config: RunConfig, source: str) -> tuple[str, ...]:
