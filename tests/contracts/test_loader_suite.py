@@ -103,5 +103,11 @@ def test_what_is_left_out_says_why_and_is_refused(tmp_path: Path):
     with pytest.raises(AssertionError, match="expected ValueError, nothing was raised"):
         refusal.run(drops, tmp_path)
     refusal.run(refuses, tmp_path)
+    # What a loader left out would change is refused, all of it; "shuffle" and what belongs to it have a Quirk.
+    fields = {field.name for field in dataclasses.fields(LoaderConfig)}
+    unchanged = {"global_batch_size", "prefetch", "readers", "seed", "shuffle", "window_groups"}
+    everything = conformance_cases(Quirks(skipped_settings=dict.fromkeys(fields, "left out")))
+    refused = {case.name.split()[1] for case in everything if case.name.endswith("is refused")}
+    assert refused == fields - unchanged
     with pytest.raises(ValueError, match=r"expected fields of LoaderConfig, came \['base_bach'\]"):
         conformance_cases(Quirks(skipped_settings={"base_bach": ""}))

@@ -65,7 +65,7 @@ def test_a_mistake_is_not_started_again(debug_data, mistake, words, tmp_path):
     run = tmp_path / "run"
     given = [a for a in arguments(run, debug_data, STEPS, beside=True)[1:] if a != "--auto-resume"]
     command = [sys.executable, "-m", "gem_pipelines", "launch", "--processes", "2", *given, *mistake]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
     assert done.returncode == 1, done.stderr[-3000:]
     assert words in done.stderr
     assert "fault of the program" not in done.stderr

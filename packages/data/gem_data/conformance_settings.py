@@ -70,7 +70,7 @@ def _run(check: Check, quirks: Quirks, factory: LoaderFactory, directory: Path) 
 
 def _refuses(field: str, factory: LoaderFactory, directory: Path) -> None:
     write_tiny(directory)
-    config = dataclasses.replace(_BASE, **{field: _REFUSED[field]})
+    config = dataclasses.replace(_BASE, **_REFUSED[field])
     raises(ValueError, lambda: factory(directory, split="train", config=config))
 
 
@@ -411,13 +411,16 @@ SETTINGS: dict[str, Check] = {
 """Field of LoaderConfig -> what proves that a loader obeys it."""
 
 _SHUFFLED = ("seed", "shuffle", "window_groups", "base_batch", "base_pool", "cost")
-# What changes what comes out, and a value that a loader without the setting has to refuse.
-_REFUSED: dict[str, Any] = {
-    "logical_shards": 2,
-    "max_length": 1,
-    "drop_last": True,
-    "base_batch": 2,
-    "features": ("id.user",),
-    "labels": ("like",),
-    "stochastic_length": 1.4,
+# What changes what comes out, and settings that a loader without the field has to refuse.
+_REFUSED: dict[str, dict[str, Any]] = {
+    "logical_shards": {"logical_shards": 2},
+    "max_length": {"max_length": 1},
+    "drop_last": {"drop_last": True},
+    "base_batch": {"base_batch": 2},
+    "base_pool": {"base_batch": 2, "base_pool": 6},
+    "cost": {"base_batch": 2, "cost": _BUYS},
+    "open_ids": {"open_ids": ("item",)},
+    "features": {"features": ("id.user",)},
+    "labels": {"labels": ("like",)},
+    "stochastic_length": {"stochastic_length": 1.4},
 }

@@ -22,7 +22,7 @@ def progressive_table(run: RunData) -> Table | None:
             rows.append(
                 (
                     count(window.get("trained")),
-                    count(window.get("evaluated")),
+                    ", ".join(count(index) for index in (*window.get("passed_over", ()), window.get("evaluated"))),
                     moment(window.get("first")),
                     count(record["step"]),
                     count(record.get("samples")),

@@ -47,6 +47,14 @@ def test_every_window_is_shown(make_run: MakeRun) -> None:
         assert "does not know" not in text
 
 
+def test_windows_predicted_together_are_all_named(make_run: MakeRun) -> None:
+    record = window(10, 0)
+    record["time_window"] = {**record["time_window"], "passed_over": [1], "evaluated": 2}
+    table = progressive_table(read_run(add(make_run(), record)))
+    assert table is not None
+    assert table.rows[0][:2] == ("0", "1, 2")
+
+
 def test_runs_without_windows_show_none(make_run: MakeRun) -> None:
     run = read_run(make_run())
     assert progressive_table(run) is None
