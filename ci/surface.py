@@ -41,7 +41,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from surface_lines import REQUIRED, VERSION, surface
+from surface_lines import REQUIRED, VERSION, Classes, surface
 
 ROOT = Path(__file__).resolve().parent.parent
 SNAPSHOTS = ROOT / "tests" / "contracts" / "snapshots"
@@ -66,13 +66,23 @@ def interfaces(root: Path = ROOT) -> dict[str, Path]:
 
 
 def read_surface(interface: Path) -> Surface:
-    """The present surface of the package of this interface.py."""
-    package = interface.parent
-    lines = surface(interface.read_text(), package)
+    """The present surface of the package of this interface.py.
+
+    Raises ValueError where a promised name is not there, or a public class that a signature refers to has no lines.
+    """
+    package, classes = interface.parent, Classes()
+    lines = surface(interface.read_text(), package, classes=classes)
     for path in sorted(package.glob("*api.py")):
-        lines += surface(path.read_text(), package, prefix=f"{path.stem}.")
+        lines += surface(path.read_text(), package, prefix=f"{path.stem}.", classes=classes)
     for module, names in promised(package).items():
-        lines += surface((package / f"{module}.py").read_text(), package, prefix=f"{module}.", only=names)
+        source = (package / f"{module}.py").read_text()
+        lines += surface(source, package, prefix=f"{module}.", only=names, classes=classes)
+    unlisted = [f"{name} (in {by})" for name, by in classes.unlisted().items()]
+    if unlisted:
+        raise ValueError(
+            "promised signatures refer to classes that are not promised, so that no change of these would be seen: "
+            f"{', '.join(unlisted)}; list them in ci/surface.toml, or begin their names with an underscore"
+        )
     return Surface(version=version_of(interface.read_text()), lines=tuple(sorted(lines)))
 
 
@@ -217,8 +227,12 @@ def check(root: Path, snapshots: Path, *, update: bool, anew: Sequence[str]) -> 
         if path.stem not in found:
             problems.append(f"{path.stem}: frozen, but there is no such package any more; remove {path}")
     for name, path in found.items():
-        now, snapshot = read_surface(path), snapshots / f"{name}.txt"
-        problem = None
+        try:
+            now = read_surface(path)
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+            continue
+        snapshot, problem = snapshots / f"{name}.txt", None
         if name not in anew:
             frozen = snapshot.read_text() if snapshot.exists() else None
             problem = verdict(name, frozen_surface(frozen), now) if frozen else missing(name, snapshot, now)

@@ -2,7 +2,8 @@
 
 A line must change when what a caller or an implementation sees changes. So a name that a signature refers to and that
 has no line of its own (a private constant as a default, an alias, a base class) is written out where it is used:
-renaming it is no change, and changing its value is one.
+renaming it is no change, and changing its value is one. A public class is not: it must be listed (`Classes.unlisted`),
+so that somebody decides whether it is promised. What `__init__` sets, `self.<name>`, is part of a class.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import copy
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 VERSION = "INTERFACE_VERSION"
@@ -21,19 +23,43 @@ _NOBODY_CALLS = ("__post_init__", "__slots__", "__all__")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Classes:
+    """Classes of a package as "module.name": those that have lines, and public ones that lines refer to, with one of
+    the files that do. A class may have its lines from another module than the one that refers to it.
+    """
+
+    told: set[str] = field(default_factory=set)
+    referred: dict[str, str] = field(default_factory=dict)
+
+    def unlisted(self) -> dict[str, str]:
+        """Those that users get in their hands and whose change nothing would tell."""
+        return {name: by for name, by in sorted(self.referred.items()) if name not in self.told}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scope:
     """Where a line's names are looked up: a module, and which names have lines of their own.
 
-    prefix  goes before every name; "" = interface.py
-    told    names with lines of their own. What else a signature refers to is written out in it
-    extra   lines of what cannot be written out: words of a Literal, private classes
+    prefix   goes before every name; "" = interface.py
+    module   name of the module that the tree is of
+    told     names with lines of their own. What else a signature refers to is written out in it
+    classes  see Classes
+    left_out "Class.method" that are not promised
+    extra    lines of what cannot be written out: words of a Literal, private classes
     """
 
     tree: ast.Module
     package: Path | None
     prefix: str
+    module: str
     told: Callable[[str], bool]
+    classes: Classes
+    left_out: Collection[str] = ()
     extra: set[str] = field(default_factory=set)
+
+    def inside(self, path: Path) -> Scope:
+        """The same in another module."""
+        return replace(self, tree=parsed(path.read_text()), module=path.stem)
 
     def find(self, name: str) -> tuple[ast.stmt, Scope] | None:
         """The statement of this package that defines a name, and its module."""
@@ -44,7 +70,7 @@ class Scope:
                 if (alias.asname or alias.name) == name:
                     if path.stem == "interface" and is_public(name):
                         return None  # told by interface.py
-                    return replace(self, tree=ast.parse(path.read_text())).find(alias.name)
+                    return self.inside(path).find(alias.name)
         return None
 
     def written(self, node: ast.expr) -> str:
@@ -63,7 +89,9 @@ class Written(ast.NodeTransformer):
         if found is None:
             return node
         definition, scope = found
-        if isinstance(definition, ast.ClassDef) and not is_public(node.id):
+        if isinstance(definition, ast.ClassDef) and is_public(node.id):
+            self.scope.classes.referred[f"{scope.module}.{definition.name}"] = f"{self.scope.module}.py"
+        elif isinstance(definition, ast.ClassDef):
             told = scope.told
             inside = replace(scope, told=lambda name: name == node.id or told(name))
             self.scope.extra.update(class_lines(definition, inside))
@@ -74,6 +102,12 @@ class Written(ast.NodeTransformer):
         if value is None or words or node.id in names_in(value):
             return node
         return Written(scope).visit(copy.deepcopy(value))
+
+
+@cache
+def parsed(source: str) -> ast.Module:
+    """Nobody may change it: a module is looked into for each name that it is asked for."""
+    return ast.parse(source)
 
 
 def names_in(node: ast.AST) -> set[str]:
@@ -89,18 +123,36 @@ def imports_of(node: ast.stmt, package: Path | None) -> list[tuple[Path, ast.ali
 
 
 def surface(
-    source: str, package: Path | None = None, *, prefix: str = "", only: Collection[str] | None = None
+    source: str,
+    package: Path | None = None,
+    *,
+    prefix: str = "",
+    only: Collection[str] | None = None,
+    classes: Classes | None = None,
 ) -> list[str]:
     """Sorted lines that describe every public name of a module, without its version.
 
     package: directory of the modules that names are imported from; prefix: goes before every name. only: these names
-    instead of those of `__all__`, or, without one, of all that are defined here or imported as themselves (`x as x`).
+    instead of those of `__all__`, or, without one, of all that are defined here or imported as themselves (`x as x`);
+    without the method of "-Class.method".
+    classes: notes those that the lines tell and refer to.
     """
-    tree = ast.parse(source)
-    exported = exports(tree) if only is None else set(only)
+    tree = parsed(source)
+    exported = exports(tree) if only is None else {name for name in only if not name.startswith("-")}
     if exported is None:
         exported = {name for name in defined(tree) | handed_on(tree) if is_public(name)}
-    scope = Scope(tree=tree, package=package, prefix=prefix, told=exported.__contains__)
+    scope = Scope(
+        tree=tree,
+        package=package,
+        prefix=prefix,
+        module=prefix.removesuffix(".") or "interface",
+        told=exported.__contains__,
+        classes=classes or Classes(),
+        left_out=[name.removeprefix("-") for name in only or () if name.startswith("-")],
+    )
+    absent = set(scope.left_out) - methods_of(tree)
+    if absent:
+        raise ValueError(f"{prefix}{', '.join(sorted(absent))}: left out, and not defined there")
     lines: list[str] = []
     for node in statements(tree.body):
         if exported.intersection(names_of(node)) - {VERSION}:
@@ -176,6 +228,14 @@ def defined(tree: ast.Module) -> set[str]:
     return {name for node in statements(tree.body) for name in names_of(node)}
 
 
+def methods_of(tree: ast.Module) -> set[str]:
+    """ "Class.method" of the classes that the module itself defines."""
+    classes = [node for node in statements(tree.body) if isinstance(node, ast.ClassDef)]
+    return {
+        f"{node.name}.{item.name}" for node in classes for item in statements(node.body) if isinstance(item, Function)
+    }
+
+
 def handed_on(tree: ast.Module) -> set[str]:
     """Names that a module imports as themselves, `from .. import x as x`, which says that they are for others."""
     found = [alias for node in statements(tree.body) if isinstance(node, ast.ImportFrom) for alias in node.names]
@@ -193,7 +253,7 @@ def imported_lines(name: str, scope: Scope) -> list[str]:
             found = imports_of(node, scope.package)
             if not found or found[0][0].stem == "interface":
                 return [f"{scope.prefix}{name} = {node.module}.{alias.name}"]
-            inside = replace(scope, tree=ast.parse(found[0][0].read_text()))
+            inside = scope.inside(found[0][0])
             if alias.name not in defined(inside.tree):
                 return imported_lines(alias.name, inside)
             if alias.asname not in (None, name) or alias.name != name:
@@ -208,10 +268,10 @@ def is_public(name: str) -> bool:
     return (dunder or not name.startswith("_")) and name not in _NOBODY_CALLS
 
 
-def members_of(node: ast.ClassDef, scope: Scope) -> tuple[list[ast.expr], list[ast.stmt]]:
-    """Bases and members of a class, those of bases without lines of their own among them."""
+def members_of(node: ast.ClassDef, scope: Scope) -> tuple[list[ast.expr], list[tuple[ast.stmt, Scope]]]:
+    """Bases and members of a class, each with its module, those of bases without lines of their own among them."""
     bases: list[ast.expr] = []
-    inherited: list[ast.stmt] = []
+    inherited: list[tuple[ast.stmt, Scope]] = []
     for base in node.bases:
         found = None if not isinstance(base, ast.Name) or scope.told(base.id) else scope.find(base.id)
         if found is None or not isinstance(found[0], ast.ClassDef):
@@ -222,7 +282,8 @@ def members_of(node: ast.ClassDef, scope: Scope) -> tuple[list[ast.expr], list[a
         inherited += members
     own = list(statements(node.body))
     mine = {name for item in own for name in names_of(item)}
-    return bases, [item for item in inherited if not mine.intersection(names_of(item))] + own
+    kept = [(item, where) for item, where in inherited if not mine.intersection(names_of(item))]
+    return bases, kept + [(item, scope) for item in own]
 
 
 def class_lines(node: ast.ClassDef, scope: Scope, outer: str = "") -> list[str]:
@@ -232,8 +293,9 @@ def class_lines(node: ast.ClassDef, scope: Scope, outer: str = "") -> list[str]:
     above, members = members_of(node, scope)
     bases = ", ".join(ast.unparse(base) for base in [*above, *node.keywords])
     lines = [f"class {name}({bases}) {decorators}".rstrip()]
+    scope.classes.told.update([] if outer else [f"{scope.module}.{node.name}"])
     by_place = is_by_place(node)
-    for item in members:
+    for item, where in members:
         if isinstance(item, ast.AnnAssign):
             field, annotation = ast.unparse(item.target), ast.unparse(item.annotation)
             if annotation.endswith("KW_ONLY"):
@@ -241,18 +303,54 @@ def class_lines(node: ast.ClassDef, scope: Scope, outer: str = "") -> list[str]:
                 continue
             value = ast.unparse(item.value) if item.value else None
             counted = by_place and "ClassVar" not in annotation and "kw_only=True" not in (value or "")
-            where = f" ({place})" if counted else ""
+            at = f" ({place})" if counted else ""
             place += counted
             if is_public(field):
-                given = f" = {scope.written(item.value)}" if item.value else REQUIRED
-                lines.append(f"{name}.{field}{where}: {scope.written(item.annotation)}{given}")
-        elif isinstance(item, Function) and is_public(item.name):
-            lines += function_lines(item, f"{name}.{item.name}", scope)
+                given = f" = {where.written(item.value)}" if item.value else REQUIRED
+                lines.append(f"{name}.{field}{at}: {where.written(item.annotation)}{given}")
+        elif isinstance(item, Function) and is_public(item.name) and f"{node.name}.{item.name}" not in scope.left_out:
+            lines += function_lines(item, f"{name}.{item.name}", where)
         elif isinstance(item, ast.ClassDef) and is_public(item.name):
-            lines += class_lines(item, scope, f"{name}.")
+            lines += class_lines(item, where, f"{name}.")
         elif isinstance(item, ast.Assign) and is_public(ast.unparse(item.targets[0])):
-            lines.append(f"{name}.{ast.unparse(item.targets[0])} = {scope.written(item.value)}")
+            lines.append(f"{name}.{ast.unparse(item.targets[0])} = {where.written(item.value)}")
+    told = {named for item, _ in members for named in names_of(item)}
+    lines += [
+        f"{name}.{attribute}: {of}" for attribute, of in attributes_of(node, scope).items() if attribute not in told
+    ]
     return lines
+
+
+def attributes_of(node: ast.ClassDef, scope: Scope) -> dict[str, str]:
+    """Public `self.<name>` that `__init__` sets -> its type as far as it is written, "?" otherwise. With those of bases
+    without lines of their own, whose `__init__` is called by that of the class.
+    """
+    found: dict[str, str] = {}
+    for base in node.bases:
+        above = None if not isinstance(base, ast.Name) or scope.told(base.id) else scope.find(base.id)
+        if above is not None and isinstance(above[0], ast.ClassDef):
+            found |= attributes_of(above[0], above[1])
+    for init in statements(node.body):
+        if isinstance(init, Function) and init.name == "__init__":
+            found |= set_in(init, scope)
+    return found
+
+
+def set_in(init: Function, scope: Scope) -> dict[str, str]:
+    """`attributes_of` for one `__init__`. An argument that is kept as it came has the parameter's type."""
+    own, *places = [*init.args.posonlyargs, *init.args.args]
+    given = {arg.arg: arg.annotation for arg in [*places, *init.args.kwonlyargs]}
+    names: list[str] = []
+    types: dict[str, ast.expr | None] = {}
+    for part in ast.walk(init):
+        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and ast.unparse(part.value) == own.arg:
+            names.append(part.attr)
+        elif isinstance(part, ast.AnnAssign):
+            types[ast.unparse(part.target)] = part.annotation
+        elif isinstance(part, ast.Assign) and isinstance(part.value, ast.Name):
+            types[ast.unparse(part.targets[0])] = given.get(part.value.id)
+    told = {name: types.get(f"{own.arg}.{name}") for name in names if is_public(name)}
+    return {name: scope.written(of) if of else "?" for name, of in told.items()}
 
 
 def is_by_place(node: ast.ClassDef) -> bool:

@@ -354,6 +354,52 @@ def test_names_of_the_api_are_followed(package, tmp_path, edit, move):
     assert all(words in problem for words, problem in zip(wanted[move], problems, strict=True)), problems
 
 
+def test_a_class_that_is_referred_to_and_not_listed_is_an_error(package, tmp_path):
+    package("parts", "def build(path: str, n: int = 1) -> int", "def build(path: str, n: Made | None = None) -> int")
+    package("parts", "def other", "class Made:\n    rows: int = 0\n    def fill(self, n: int) -> None: ...\ndef other")
+    for update in (False, True):
+        (problem,) = run(tmp_path, update=update)
+        assert "gem_x: promised signatures refer to classes that are not promised" in problem
+        assert "parts.Made (in parts.py); list them in ci/surface.toml" in problem
+    listing = tmp_path / "ci" / "surface.toml"
+    listing.parent.mkdir()
+    listing.write_text('[gem_x]\nparts = ["Made"]\n')
+    assert run(tmp_path, update=True) == []
+    package("parts", "rows: int", "lines: int")
+    assert "breaking change needs version (2, 0)" in run(tmp_path)[0]
+    package("parts", "lines: int", "rows: int")
+    listing.write_text('[gem_x]\nparts = ["Made", "-Made.fill"]\n')
+    assert "- def parts.Made.fill -> None" in run(tmp_path)[0]
+    assert run(tmp_path, anew=["gem_x"]) == []
+    package("parts", "fill(self, n: int)", "fill(self, n: Hidden)")  # not promised, so what it refers to is not, either
+    assert run(tmp_path) == []
+    listing.write_text('[gem_x]\nparts = ["Made", "-Made.empty"]\n')
+    assert run(tmp_path) == ["gem_x: parts.Made.empty: left out, and not defined there"]
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("parts", "def build(n: Callable[[Made], bool]) -> int: ...\ndef other() -> None: ..."),
+        ("parts", "def build() -> _Made: ...\nclass _Made:\n    made: Made"),
+        ("parts", "_Alias = list[Made]\ndef build() -> _Alias: ..."),
+        ("report", "class Report(Base):\n    rows: int\nclass Base:\n    made: Made"),
+        ("report", "class Report:\n    def __init__(self) -> None:\n        self.made: Made = make()"),
+        ("report", "class Report:\n    @property\n    def made(self) -> Made: ..."),
+        ("report", "from gem_x.bases import Base\nclass Report(Base):\n    rows: int"),
+    ],
+)
+def test_a_class_is_referred_to_wherever_it_stands(package, tmp_path, file, source):
+    directory = tmp_path / "packages" / "x" / "gem_x"
+    (directory / "bases.py").write_text("class Made:\n    rows: int\nclass Base:\n    made: Made\n")
+    if "gem_x.bases" not in source:
+        source = f"from gem_x.bases import Made\n{source}"
+    before = (directory / f"{file}.py").read_text()
+    package(file, before, f"from gem_x.report import Report\n{source}\n" if file == "parts" else f"{source}\n")
+    (problem,) = run(tmp_path, update=True)
+    assert "bases.Made (in " in problem
+
+
 def test_a_snapshot_that_is_missing_is_not_simply_written(package, tmp_path):
     snapshot = tmp_path / "snapshots" / "gem_x.txt"
     assert run(tmp_path, update=True) == []  # a new package at (1, 0)
