@@ -6,7 +6,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from forked_ranks import run_worker
+from forked_ranks import gemline, run_worker
+from super_jobs import Zygote
 
 pytestmark = pytest.mark.distributed
 
@@ -40,12 +41,27 @@ def test_a_rank_that_does_not_end_is_told(tmp_path):
         run_worker(worker(tmp_path, code), [], world=2, seconds=0.5)
 
 
+SAY_ORDER = """
+    import os
+    def main():
+        print(os.environ["RANK"], hash("seven"))
+    """
+
+
+def orders(said: str) -> dict[str, str]:
+    return dict(line.split() for line in said.splitlines())
+
+
 def test_ranks_have_other_orders_of_sets(tmp_path):
-    code = """
-        import os
-        def main():
-            print(os.environ["RANK"], hash("seven"))
-        """
-    said = run_worker(worker(tmp_path, code), [], world=3)
-    found = dict(line.split() for line in said.splitlines())
+    found = orders(run_worker(worker(tmp_path, SAY_ORDER), [], world=3))
     assert found["0"] == found["2"] != found["1"]
+
+
+def test_ranks_of_gemline_have_other_orders_of_sets(tmp_path, monkeypatch):
+    file, fork = worker(tmp_path, SAY_ORDER), Zygote.fork
+    # In the place of gemline's command, which says no hash.
+    monkeypatch.setattr(Zygote, "fork", lambda self, given, **where: fork(self, given, **where | {"worker": file}))
+    done = gemline([])
+    found = orders(done.stdout)
+    assert (done.returncode, sorted(found)) == (0, ["0", "1"])
+    assert found["0"] != found["1"]
