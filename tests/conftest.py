@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -53,9 +52,10 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
 class RankParent:
     """A process of run_rank.py."""
 
-    def __init__(self, env: dict[str, str] | None) -> None:
+    def __init__(self, environment: dict[str, str]) -> None:
         program = [sys.executable, str(Path(__file__).with_name("run_rank.py"))]
-        self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(program, text=True, env=environment, **pipes)
 
     def tell(self, **command: Any) -> None:
         assert self._process.stdin is not None
@@ -91,9 +91,7 @@ def _end_of(ranks: list[tuple[RankParent, int]], *, seconds: float) -> list[int 
         time.sleep(0.05)
     for (parent, pid), code in zip(ranks, codes, strict=True):
         if code is None:
-            os.kill(pid, signal.SIGKILL)
-            while parent.ask(ended=[pid]) == [None]:
-                time.sleep(0.005)
+            parent.ask(stop=[pid])
     return codes
 
 
@@ -102,36 +100,46 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
     """run_ranks(worker, world_size, *arguments, timeout_s=240, env=None): main(rank, world_size, init_method,
     *arguments) of the file `worker` on every rank.
 
-    AssertionError with what each rank wrote where one fails; the others are then given five seconds. Workers of a
-    folder are forked from two processes that have imported what they need, ranks of even and of odd numbers: their
-    seeds of Python's hashes differ, so that sets of text have other orders, as in ranks started one by one. With an
-    environment of their own, ranks are forked from new ones.
+    AssertionError with what each rank wrote where one fails; the others are then given five seconds. Ranks have the
+    environment (or `env`) and the working directory that the test has at the call; what they started ends with them.
+
+    Workers of a folder are forked from two processes that have imported what they need, ranks of even and of odd
+    numbers: their seeds of Python's hashes differ, so that sets of text have other orders, as in ranks started one by
+    one. Under another environment these are new ones: a library may read it when it is imported.
     """
-    kept: dict[Path, list[RankParent]] = {}
+    kept: dict[Path, tuple[dict[str, str], list[RankParent]]] = {}
+
+    def parents_of(folder: Path, environment: dict[str, str]) -> list[RankParent]:
+        given = {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
+        if folder in kept and kept[folder][0] != given:
+            for parent in kept.pop(folder)[1]:
+                parent.close()
+        if folder not in kept:
+            kept[folder] = given, [RankParent(given) for _ in range(2)]
+        return kept[folder][1]
 
     def run(worker: Path, world_size: int, *arguments: str, timeout_s: float = 240, env: dict | None = None) -> None:
         folder = tmp_path_factory.mktemp("ranks")
-        parents = kept.get(worker.parent) if env is None else None
-        if parents is None:
-            parents = [RankParent(env) for _ in range(2)]
-            kept[worker.parent if env is None else folder] = parents
+        environment = dict(os.environ if env is None else env)
+        parents = parents_of(worker.parent, environment)
         for parent in parents:
-            parent.tell(load=str(worker))
+            parent.tell(load=str(worker.absolute()))
         for parent in parents:
             assert parent.answer() == [], "a fork of several threads is a fork of half a program"
+        own = {"start": str(worker.absolute()), "environment": environment, "folder": os.getcwd()}
         ranks = []
         for rank in range(world_size):
             given = [rank, world_size, f"file://{folder / 'store'}", *arguments]
             parent = parents[rank % 2]
             said = str(folder / f"rank-{rank}.txt")
-            ranks.append((parent, parent.ask(start=str(worker), arguments=given, said=said)))
+            ranks.append((parent, parent.ask(**own, arguments=given, said=said)))
         codes = _end_of(ranks, seconds=timeout_s)
         said = [f"rank {rank}, exit code {code}:\n" for rank, code in enumerate(codes)]
         texts = [(folder / f"rank-{rank}.txt").read_text()[-3000:] for rank in range(world_size)]
         assert codes == [0] * world_size, "\n".join(a + b for a, b in zip(said, texts, strict=True))
 
     yield run
-    for parents in kept.values():
+    for _, parents in kept.values():
         for parent in parents:
             parent.close()
 
