@@ -20,9 +20,9 @@ from gem_pipelines.errors import RunError
 
 REQUIRED: dict[str, tuple[int, int]] = {
     "gem_data": (1, 8),
-    "gem_embeddings": (1, 6),
+    "gem_embeddings": (1, 7),
     "gem_attention": (1, 2),
-    "gem_comm": (1, 2),
+    "gem_comm": (1, 3),
 }
 
 

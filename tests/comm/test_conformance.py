@@ -15,6 +15,7 @@ from gem_comm.single import Done, SingleCollectives
 from gem_comm.testing import (
     CHECKS,
     Quirks,
+    _share,
     check_all_to_all,
     check_barrier,
     check_calls,
@@ -98,6 +99,13 @@ def one_buffer(make, kept):
         ),
         ({"error_bound": lambda x: INT8.error_bound(x) * 40}, "at most 0.125 of the row's largest"),
         ({"error_bound": lambda x: INT8.error_bound(x) + 1e-3}, "at most 0.125"),  # seen on the row of zeros
+        (
+            {
+                "decode": lambda payload, columns: INT8.decode(payload, columns) + 1e-10,
+                "error_bound": lambda x: INT8.error_bound(x) * (1 + 1e-5) + 2e-10,
+            },
+            "a row of zeros came as",
+        ),
     ],
 )
 def test_the_suite_sees_a_wrong_codec(wrong, words, monkeypatch):
@@ -115,6 +123,20 @@ def test_a_codec_may_name_its_own_share():
         check_codec(codec, error_share=0.0039)
     with pytest.raises(ValueError, match="below 1"):
         check_codec(codec, error_share=1.0)
+
+
+def test_a_codec_may_name_an_absolute_error(monkeypatch):
+    codec = make_codec("int8")
+    monkeypatch.setattr(codec, "error_bound", lambda x: INT8.error_bound(x) + 1e-12)
+    check_codec(codec)
+    check_codec(codec, error_floor=1e-11)
+    with pytest.raises(AssertionError, match=r"number .*plus 1e-13"):
+        check_codec(codec, error_floor=1e-13)
+    monkeypatch.setattr(codec, "error_bound", lambda x: INT8.error_bound(x) + 1e-3)
+    check_codec(codec, error_floor=2e-3)
+    for wrong in (-1e-9, 1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"error_floor is {wrong}"):
+            check_codec(codec, error_floor=wrong)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +255,19 @@ class OneForAll(Faulty):
         return Done(self._meeting.__dict__.setdefault(f"result {self.number}", found))
 
 
+class OneAllocation(Faulty):
+    """Right: results are parts of one allocation that lie beside each other."""
+
+    def wrong(self, call):
+        found = self.right(call).wait()
+        if call.out is not None:
+            return Done(found)
+        memory, used = self.__dict__.setdefault("memory", {}).get(found.dtype, (found.new_empty(1 << 15), 0))
+        self.memory[found.dtype] = memory, used + found.numel()
+        assert used + found.numel() <= memory.numel(), "the test needs more memory"
+        return Done(memory[used : used + found.numel()].view(found.shape).copy_(found))
+
+
 class InPlace(Faulty):
     def wrong(self, call):
         found = self.right(call).wait()
@@ -311,6 +346,40 @@ def test_a_planted_fault_is_seen_by_the_check_for_it(fault, kind, size, check, w
 
     with pytest.raises(AssertionError, match=words):
         run_ranks(size, work)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("check", [check_moves, check_reductions, check_all_to_all, check_new])
+def test_parts_of_one_allocation_are_new_tensors(kind, check):
+    kept = thread_groups([range(2)], axis="shard", limit_s=5)
+
+    def work(rank):
+        comm = OneAllocation(kept[0]._meeting, axis="shard", ranks=(0, 1), rank=rank)
+        comm.kind = kind
+        check(comm, Quirks())
+
+    run_ranks(2, work)
+
+
+def test_memory_is_shared_where_bytes_are():
+    """First to last byte, whatever the dtype and the strides; memory that two storages name counts too."""
+    memory = torch.zeros(24)
+    part = memory[4:8]
+    for other, shared in (
+        (memory[8:12], False),
+        (memory[:4], False),
+        (memory[7:9], True),
+        (memory[:5], True),
+        (memory[:4:3], False),
+        (memory[:6:5], True),
+        (memory[:12].view(3, 4).t()[:1], True),  # every fourth number: 0, 4, 8
+        (memory[4:4], False),
+        (memory.view(torch.uint8)[31:33], True),
+        (memory.view(torch.uint8)[32:40], False),
+        (torch.from_numpy(memory.numpy())[6:7], True),
+        (torch.zeros(4), False),
+    ):
+        assert _share(part, other) == _share(other, part) == shared, other
 
 
 def test_the_suite_sees_a_codec_that_loses_more_than_it_says():

@@ -62,6 +62,27 @@ def exact(shard: int, copies: int, rank: int) -> None:
                     assert bool((every == every[0]).all()), (name, key)
 
 
+def ranks_without_a_table(shard: int, copies: int, rank: int) -> None:
+    """Table-wise with more ranks than tables: a rank without a table has nothing in copy, and its copies neither."""
+    group, _, exchange = groups(shard, copies, strided=False)
+    replicas = Replicas(exchange=exchange)
+    spec = TableSpec(name="t", rows=5, dim=4, features=("f",))
+    tables = build_tables(
+        [spec],
+        optimizer=RowWiseAdagrad(),
+        seed=0,
+        process_group=group,
+        replicas=replicas,
+        sharding={"t": "table_wise"},
+    )
+    shown = testing.GroupExchange(dist.group.WORLD).all_gather(torch.tensor([len(tables.copied_parts())]))
+    assert shown.tolist().count(0) == copies * (shard - 1), shown
+    testing.check_copies(tables, replicas)
+    tables.copied_parts = dict
+    with pytest.raises(AssertionError, match="is empty on all"):
+        testing.check_copies(tables, replicas)
+
+
 def state_moves_between_ways(shard: int, copies: int, rank: int) -> None:
     """What one way saved another goes on with: the next step is the same."""
     group, _, exchange = groups(shard, copies, strided=False)
@@ -184,6 +205,7 @@ def main(rank: int, world_size: int, init_method: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
     shard = world_size // 2
+    ranks_without_a_table(2, shard, rank)
     exact(shard, 2, rank)
     averaged(shard, 2, rank)
     if world_size == 2:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -315,25 +317,97 @@ def test_what_is_held_in_copy_is_compared(kind, copied, words):
             check_told(factory, Quirks(copied=copied))
 
 
+def played(other, size=2):
+    """The exchange of the first rank; `other(x)` is what the second gives."""
+    return SimpleNamespace(rank=0, size=size, all_gather=lambda x: torch.cat([x, other(x)]))
+
+
+def other_moments(x):
+    """Another lowest byte of moments, one a row: 7 of 4 bytes are as long as 4 of 8; names stay."""
+    return x + (x.numel() == 4)
+
+
 @pytest.mark.parametrize(
     ("kind", "other", "words"),
     [
         (InCopy, lambda x: x, None),
-        (InCopy, lambda x: x + (x.numel() == 7), "shop.m differs between copies"),  # the moments, one a row
-        (InCopy, lambda x: x + (x.dtype == torch.int64), "has other names"),
+        (InCopy, other_moments, "shop.m differs between copies"),
+        (InCopy, lambda x: x + 1, "has other names"),
         (ReferenceTables, lambda x: x, "is empty"),
     ],
 )
 def test_copies_are_compared(kind, other, words):
-    replicas = Replicas(
-        exchange=SimpleNamespace(rank=0, size=2, all_gather=lambda x: torch.cat([x, other(x)])), sync="average"
-    )
+    replicas = Replicas(exchange=played(other), sync="average")
     tables = kind(SPECS, optimizer=OPTIMIZER, seed=SEED)
     if words is None:
-        check_copies(tables, replicas)
+        check_copies(tables, replicas, world=played(lambda x: x))
     else:
         with pytest.raises(AssertionError, match=words):
-            check_copies(tables, replicas)
+            check_copies(tables, replicas, world=played(lambda x: x))
+
+
+NAN, NEGATIVE = torch.tensor([float("nan"), 1.0]), torch.tensor([-0.0, 1.0])
+PARTS = {"nan": NAN, "zero": NEGATIVE, "none": torch.zeros(0, 4), "flag": torch.tensor([True]), "half": NAN.half()}
+
+
+def shows(parts):
+    return SimpleNamespace(copied_parts=lambda: parts)
+
+
+def compare_in_threads(every, copies, **options):
+    """check_copies on ranks that show `every` of these, copies (0, 1, ..) being consecutive; what each rank raised."""
+    shard, meeting, came = len(every) // copies, threading.Barrier(len(every), timeout=5), {}
+
+    def exchange(ranks, rank, barrier):
+        def all_gather(x):
+            came[rank] = x.clone()
+            barrier.wait()
+            found = torch.cat([came[other] for other in ranks])
+            barrier.wait()
+            return found
+
+        return SimpleNamespace(rank=ranks.index(rank), size=len(ranks), all_gather=all_gather)
+
+    barriers = [threading.Barrier(copies, timeout=5) for _ in range(shard)]
+
+    def work(rank):
+        ranks = range(rank % shard, len(every), shard)
+        replicas = Replicas(exchange=exchange(ranks, rank, barriers[rank % shard]))
+        world = exchange(range(len(every)), rank, meeting)
+        try:
+            check_copies(shows(every[rank]), replicas, world=world, **options)
+        except AssertionError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(every)) as pool:
+        return list(pool.map(work, range(len(every))))
+
+
+def test_a_rank_without_a_table_has_nothing_in_copy():
+    assert compare_in_threads([PARTS, {}] * 2, 2) == [""] * 4
+    assert compare_in_threads([PARTS, {}, {}], 1) == [""] * 3
+
+
+@pytest.mark.parametrize(
+    ("every", "words"),
+    [
+        ([{}, {}, {}, {}], ["is empty on all"] * 4),
+        ([PARTS, {}, {}, {}], ["has other names", "of other ranks"] * 2),
+        ([PARTS, PARTS, PARTS, {**PARTS, "zero": -NEGATIVE}], ["of other ranks", "zero differs"] * 2),
+        ([PARTS, PARTS, {**PARTS, "zero": NEGATIVE.abs()}, PARTS], ["zero differs", "of other ranks"] * 2),
+        ([PARTS, PARTS, {**PARTS, "none": torch.zeros(1, 4)}, PARTS], ["has other names", "of other ranks"] * 2),
+        ([PARTS, PARTS, {**PARTS, "half": NAN}, PARTS], ["has other names", "of other ranks"] * 2),
+    ],
+)
+def test_copies_are_compared_by_their_bits_and_all_ranks_are_told(every, words):
+    found = compare_in_threads(every, 2)
+    assert all(word in text for word, text in zip(words, found, strict=True)), found
+
+
+def test_slices_are_not_in_copy():
+    fully = Replicas(exchange=played(lambda x: x), fully_sharded=True)
+    check_copies(shows({}), fully, world=played(lambda x: x))
 
 
 def test_an_exchange_that_adds_nothing_is_seen():

@@ -36,6 +36,9 @@ def test_the_text_says_what_the_module_says(monkeypatch):
     assert installed_versions()["gem_attention"] == REQUIRED["gem_attention"]
 
 
+NEEDED = ".".join(map(str, REQUIRED["gem_embeddings"]))
+
+
 @pytest.mark.parametrize(
     ("found", "fits"),
     [((1, 2), True), ((1, 3), True), ((1, 1), False), ((2, 2), False), ((0, 9), False), (None, False)],
@@ -53,7 +56,7 @@ def test_same_major_and_minor_at_least(found, fits):
 @pytest.mark.parametrize(
     ("interface", "said"),
     [
-        ("INTERFACE_VERSION = (1, 4)\n", "gem_embeddings: interface 1.4 is installed, this pipeline needs 1.6"),
+        ("INTERFACE_VERSION = (1, 4)\n", f"gem_embeddings: interface 1.4 is installed, this pipeline needs {NEEDED}"),
         ("", "gem_embeddings is installed, but its interface.py declares no INTERFACE_VERSION"),
     ],
 )

@@ -3,6 +3,7 @@
 1.0  first version
 1.1  Collectives.begin
 1.2  the suite's `check_codec` bounds a codec's bound
+1.3  `check_codec(error_floor=...)`; `Codec` states what its bound is held against
 
 Words: a *tier* is a level of the network (host, zone, spine), fastest first. An *axis* is a dimension of a mesh. A
 *group* is the ranks that differ in one axis only; collectives run over groups. The dense model and the tables divide
@@ -26,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gem_comm import validation
 
-INTERFACE_VERSION = (1, 2)
+INTERFACE_VERSION = (1, 3)
 
 DENSE_AXES = ("expert", "shard", "replicate")
 TABLE_AXES = ("table_shard", "table_replica")
@@ -281,6 +282,9 @@ class Codec(Protocol):
     row_bytes(D)         bytes of one coded row
     error_bound(x_RD)    (R, D) float32: decode(encode(x)) differs from x by at most this, element by element
 
+    A row of zeros decodes to zeros, of either sign. The bound is a share of the row's largest number, below 1, plus
+    what is lost whatever the row's size: `testing.check_codec` holds it against 2^(1 - b / 2) of that number at b bits
+    a number (at most half) plus 1e-9; a codec that loses more says its own `error_share` and `error_floor` there.
     A row that holds an infinity or NaN decodes to NaN or the same infinity where it stood, never to a finite number.
     """
 

@@ -123,8 +123,17 @@ def _compare(
 
 
 def _share(a: Tensor, b: Tensor) -> bool:
-    """Whether both lie in one piece of memory."""
-    return bool(a.numel() and b.numel()) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    """Whether bytes of one lie between the first and the last byte of the other. Parts of one allocation may not."""
+    if a.device != b.device or not (a.numel() and b.numel()):
+        return False
+    (first_a, end_a), (first_b, end_b) = _span(a), _span(b)
+    return first_a < end_b and first_b < end_a
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and of the one after the last."""
+    numbers = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + numbers * x.element_size()
 
 
 def _hold(what: str, comm: Collectives, quirks: Quirks, calls: list[Call], found: Tensor) -> None:

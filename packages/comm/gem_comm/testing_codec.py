@@ -16,12 +16,19 @@ def values(position: int, shape: tuple[int, ...], dtype: torch.dtype, *, seed: i
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * 3 ** (position % 4)).to(dtype)
 
 
-def check_codec(codec: Codec, *, device: str = "cpu", error_share: float | None = None) -> None:
+def check_codec(
+    codec: Codec, *, device: str = "cpu", error_share: float | None = None, error_floor: float = 1e-9
+) -> None:
     """A codec in one process: rows of bytes, each alone, within the bound it states; what is not finite stays so.
 
-    The bound is bounded too: with b bits a number, by 2^(1 - b / 2) of the largest number of the row and at most by
-    half of it: half of the bits may go into exponents. bf16 may be off by 2^-7 (it says 2^-8), fp8 and int8 by 2^-3
-    (they say 2^-4 and 2^-8). error_share: a codec's own share instead, above 0 and below 1. A row of zeros is exact.
+    A row of zeros must come as zeros. The bound is bounded too: with b bits a number, by 2^(1 - b / 2) of the largest
+    number of the row and at most by half of it (half of the bits may go into exponents), plus error_floor. bf16 may be
+    off by 2^-7 (it says 2^-8), fp8 and int8 by 2^-3 (they say 2^-4 and 2^-8).
+
+    error_share   a codec's own share of the largest number instead, above 0 and below 1
+    error_floor   what the bound may add whatever the row's size, at least 0 and below 1: 1e-9, a tenth of the usual
+                  epsilon of Adam. Numbers of fixed steps, or float16 without a scale (2^-25), name their own.
+                  Example: a row [0, 3e-8] as float16 may become [0, 5.96e-8], off by as much as the number itself.
     """
     assert isinstance(codec.name, str)
     assert codec.name, "a codec has a name"
@@ -29,6 +36,8 @@ def check_codec(codec: Codec, *, device: str = "cpu", error_share: float | None 
     share = min(0.5, 2.0 ** (1 - bits / 2)) if error_share is None else error_share
     if not 0 < share < 1:
         raise ValueError(f"error_share is {share}, expected above 0 and below 1: at 1 a codec may send only zeros")
+    if not 0 <= error_floor < 1:
+        raise ValueError(f"error_floor is {error_floor}, expected at least 0 and below 1, the size of the numbers here")
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for rows, columns in ((5, 4), (3, 300), (1, 1), (0, 7)):
             what = f"{codec.name} of {rows} x {columns} {dtype}"
@@ -50,10 +59,14 @@ def check_codec(codec: Codec, *, device: str = "cpu", error_share: float | None 
             error_RD = (found_RD.double() - x_RD.double()).abs()
             assert (error_RD <= bound_RD.double() * (1 + 1e-6)).all(), f"{what}: error {error_RD} over {bound_RD}"
             largest_R1 = x_RD.double().abs().amax(1, keepdim=True)
-            wide_RD = bound_RD.double() > share * largest_R1 + torch.finfo(torch.float32).tiny
+            zeros_R = largest_R1.flatten() == 0
+            assert not found_RD[zeros_R].any(), f"{what}: a row of zeros came as {found_RD[zeros_R]}"
+            allowed_R1 = share * largest_R1 + max(error_floor, torch.finfo(torch.float32).tiny)
+            wide_RD = bound_RD.double() > allowed_R1
             assert not wide_RD.any(), (
                 f"{what}: error_bound allows {bound_RD[wide_RD]}, expected at most {share:.3g} of the row's largest "
-                f"number {largest_R1.flatten()} at {bits} bits a number; a codec that loses more says error_share"
+                f"number {largest_R1.flatten()} at {bits} bits a number, plus {error_floor:.3g}; a codec that loses "
+                "more says error_share or error_floor"
             )
             decoded_RD = found_RD.clone()
             codec.decode(codec.encode(x_RD + 1), columns)

@@ -9,6 +9,7 @@
 1.4  `ManagedIds`: ids earn their rows, `Tables.id_state` and `load_id_state` and `id_shapes`; `Tables.state_shapes`
 1.5  `build_tables(timeout=...)`
 1.6  the suite compares what is held in copy: `Quirks.copied`, `check_copies`
+1.7  `check_copies(world=...)` and `check_averages(world=...)`: some rank holds something in copy, not every one
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-INTERFACE_VERSION = (1, 6)
+INTERFACE_VERSION = (1, 7)
 
 Pooling = Literal["none", "sum", "mean"]
 Policy = Literal["error", "drop", "hash"]

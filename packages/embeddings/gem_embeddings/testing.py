@@ -6,7 +6,7 @@ An implementation kept elsewhere proves itself with
     run_conformance(factory, Quirks())                      # one process
     check_ranks(factory, Quirks(), rank, world_size)        # on every rank of an initialised process group
     check_averages(factory, Quirks(), ...)                  # where copies are averaged
-    check_copies(tables, replicas)                          # where there are copies, after any step
+    check_copies(tables, replicas)                          # where there are copies, after any step, on all ranks
     check_policies(configured, Quirks())                    # where ids outside their table have policies
     check_managed(configured, Quirks())                     # where ids earn their rows
     check_exchange(exchange)                                # an `Exchange`, on all its ranks
@@ -22,12 +22,13 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from gem_embeddings.averaged import scaled_optimizer
 from gem_embeddings.initial import initial_rows
-from gem_embeddings.interface import Replicas, RowWiseAdagrad, Tables, TableSpec
+from gem_embeddings.interface import Exchange, Replicas, RowWiseAdagrad, Tables, TableSpec
 from gem_embeddings.layout import CUT_BY_COLUMNS, ON_A_HOST, parse_sharding
 from gem_embeddings.reference import ReferenceTables
 from gem_embeddings.testing_compare import (
@@ -323,28 +324,65 @@ def _train_on_ranks(
     return tables
 
 
-def check_copies(tables: Tables, replicas: Replicas, *, device: str = "cpu") -> None:
-    """On every rank of the exchange: what `copied_parts` shows is the same on all copies, names and bits.
+def check_copies(tables: Tables, replicas: Replicas, *, device: str = "cpu", world: Exchange | None = None) -> None:
+    """On all ranks: what `copied_parts` shows is the same on all copies: names, shapes, dtypes and bits.
 
-    Not empty but where slices are held. With sync "average": right after an average.
+    Some rank shows something, but where slices are held; one whose copies hold no table shows nothing. With sync
+    "average": right after an average. What one rank finds, all raise, so that none goes on alone.
+    world: an Exchange over all ranks; by default the default process group, and without one that of the copies.
     """
-    parts, exchange = tables.copied_parts(), replicas.exchange
-    assert parts or replicas.fully_sharded, "copied_parts is empty, but this rank holds what other copies hold"
-    names = torch.tensor([zlib.crc32("\n".join(parts).encode()), len(parts)], device=device)
-    every = exchange.all_gather(names).view(exchange.size, 2)
-    assert bool((every == every[0]).all()), f"copied_parts has other names on other copies than {list(parts)}"
+    if world is None:
+        world = GroupExchange(dist.group.WORLD) if dist.is_initialized() else replicas.exchange
+    parts = tables.copied_parts()
+    shown = world.all_gather(torch.tensor([len(parts)], device=device))
+    assert bool(shown.any()) or replicas.fully_sharded, (
+        f"copied_parts is empty on all {world.size} ranks, expected the tables that each copy holds"
+    )
+    wrong = _differing(parts, replicas.exchange, device)
+    found = world.all_gather(torch.tensor([wrong is not None], dtype=torch.int64, device=device))
+    assert wrong is None, f"copied_parts{wrong}"
+    ranks = found.nonzero().flatten().tolist()
+    assert not ranks, f"copied_parts is the same on the copies of this rank, not on those of other ranks: {ranks} say"
+
+
+def _differing(parts: Mapping[str, Tensor], exchange: Exchange, device: str) -> str | None:
+    """What differs between the copies of one part; the same collectives on all of them."""
+    told = [f"{name} {tuple(part.shape)} {part.dtype}" for name, part in parts.items()]
+    every = _gathered(torch.tensor([zlib.crc32("\n".join(told).encode()), len(told)], device=device), exchange)
+    if not bool((every == every[0]).all()):
+        return f" has other names, shapes or dtypes on other copies than {told}"
     for name, part in parts.items():
-        own = part.detach().flatten()
-        copies = exchange.all_gather(own).view(exchange.size, -1)
-        assert bool((copies == own).all()), f"copied_parts: {name} differs between copies"
+        own = _bits(part)
+        if not bool((_gathered(own, exchange) == own).all()):
+            return f": {name} differs between copies"
+    return None
+
+
+def _gathered(own: Tensor, exchange: Exchange) -> Tensor:
+    return exchange.all_gather(own).view(exchange.size, len(own))
+
+
+def _bits(part: Tensor) -> Tensor:
+    """The bytes of a tensor as int64, which any Exchange gathers; zeros up to a multiple of 8."""
+    bytes_B = part.detach().contiguous().flatten().view(torch.uint8)
+    padded_B = bytes_B.new_zeros(-(-len(bytes_B) // 8) * 8)
+    padded_B[: len(bytes_B)] = bytes_B
+    return padded_B.view(torch.int64)
 
 
 def check_averages(
-    factory: Factory, quirks: Quirks, replicas: Replicas, *, copy_ranks: Sequence[Sequence[int]], rank: int
+    factory: Factory,
+    quirks: Quirks,
+    replicas: Replicas,
+    *,
+    copy_ranks: Sequence[Sequence[int]],
+    rank: int,
+    world: Exchange | None = None,
 ) -> None:
     """Averaged copies equal their definition: one `ReferenceTables` a copy on that copy's rows, then the mean.
 
     copy_ranks: the ranks of each copy, consecutive ones. Rows are dealt in rank order; the first rank has none once.
+    world: as for `check_copies`, over the ranks of copy_ranks.
     """
     copies, world_size = len(copy_ranks), sum(map(len, copy_ranks))
     tables = factory(SPECS, OPTIMIZER, SEED)
@@ -364,7 +402,7 @@ def check_averages(
             if (step + 1) % replicas.every == 0:
                 _average(members)
         if (step + 1) % replicas.every == 0:
-            check_copies(tables, replicas, device=quirks.device)
+            check_copies(tables, replicas, device=quirks.device, world=world)
     # `table_state` averages what was not averaged yet, and counts moments in units of one process.
     for members in oracles:
         _average(members)
