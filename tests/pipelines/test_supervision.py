@@ -179,10 +179,9 @@ def test_a_launcher_that_dies_while_the_processes_meet_is_missed(tmp_path, monke
         assert left.wait(5), "the launcher is gone and this process still waits"
         raise SystemExit
 
-    def leave(code):
+    def leave(code):  # called again and again, as it does not end the process
         ended.append(code)
         left.set()
-        raise SystemExit  # ends the thread only
 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
     monkeypatch.setattr(os, "getppid", lambda: parents[0])
@@ -190,7 +189,7 @@ def test_a_launcher_that_dies_while_the_processes_meet_is_missed(tmp_path, monke
     monkeypatch.setattr(job_module, "start_runtime", meet)
     with pytest.raises(SystemExit):
         main(["train", "--recipe", "debug", "--run-dir", str(tmp_path / "run")])
-    assert ended == [1]
+    assert set(ended) == {1}
     assert f"the launcher, process {begun}, is gone" in capfd.readouterr().err
 
 

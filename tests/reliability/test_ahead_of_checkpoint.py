@@ -40,7 +40,7 @@ def test_a_write_that_fails_beside_training(debug_config, debug_data, runtime, t
     failpoints.install(fail_second)
     try:
         with pytest.raises(CheckpointError, match="step-00000008 was not written"):
-            _run(request(config, run.path, resume=False), run, None, runtime, None)
+            _run(request(config, run.path, resume=False), run, None, runtime)
     finally:
         failpoints.install(None)
     assert list_steps(run.checkpoints) == [4]
@@ -48,7 +48,7 @@ def test_a_write_that_fails_beside_training(debug_config, debug_data, runtime, t
     assert run.predictions_file(8).exists()
     # On resume neither checkpoints nor evaluations fall on the steps of before.
     later = debug_config(train={**train, "eval_every": 0, "checkpoint_every": 7, "predictions": True})
-    _run(request(later, run.path, resume=True), run, None, runtime, None)
+    _run(request(later, run.path, resume=True), run, None, runtime)
     report = verify_ledger(run.path / "ledger", debug_data)
     assert (report.lost, report.twice, report.steps, report.trained) == ((), (), 20, 640)
     assert read_ledger(run.path / "ledger")["step"].tolist() == [s for s in range(1, 21) for _ in range(32)]
