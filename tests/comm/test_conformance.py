@@ -194,15 +194,12 @@ def test_the_suite_sees_a_mistake(kind):
 
 
 class Faulty(ThreadCollectives):
-    """The reference with one mistake."""
+    """The reference with one mistake: what `wrong` of a subclass makes of calls of `kind`."""
 
     kind = "all_gather"
 
     def right(self, call):
         return super().launch(call)
-
-    def wrong(self, call):
-        raise NotImplementedError
 
     def launch(self, call):
         return self.wrong(call) if call.kind == self.kind else self.right(call)

@@ -12,6 +12,8 @@ read and one to write, a few percent of the time that the saved bytes take on a 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ class Bf16Codec:
         return _rows(x_RD).abs() * 2.0**-8 + 2.0**-133
 
 
-class _Scaled:
+class _Scaled(ABC):
     """Numbers divided by the row's scale, one byte each, then the scale."""
 
     name: str
@@ -74,11 +76,13 @@ class _Scaled:
         """The scale, for error bounds: 0 for a row of zeros, which is coded exactly."""
         return torch.where(x_RD.eq(0).all(dim=1, keepdim=True), 0.0, self.scale(x_RD))
 
+    @abstractmethod
     def to_bytes(self, scaled_RD: Tensor) -> Tensor:
-        raise NotImplementedError
+        """(R, D) uint8 of numbers within +-largest."""
 
+    @abstractmethod
     def from_bytes(self, numbers_RD: Tensor) -> Tensor:
-        raise NotImplementedError
+        """(R, D) float32 of what to_bytes made."""
 
 
 class Fp8Codec(_Scaled):
