@@ -396,6 +396,13 @@ def test_with_prefetch_0_no_thread_is_started(data: dict[str, Path]) -> None:
         assert threads() == []
 
 
+def printed_by(program: str) -> str:
+    """What a program of its own prints, which must end in time and without a traceback, of threads neither."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
 def test_closing_decodes_nothing_more(data: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even the other groups of the batch in hand, which may be a window of every shard."""
     gate = Gate(monkeypatch, free=0)
@@ -430,9 +437,7 @@ def test_a_program_that_ends_in_mid_epoch_finishes_the_group_in_hand_alone(data:
         "config=LoaderConfig(global_batch_size=10, window_groups=3, prefetch=1))\n"
         "iterator = loader.epoch(); next(iterator); leave.wait(10)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "4 4\n"
-    assert "Traceback" not in done.stderr, done.stderr
+    assert printed_by(program) == "4 4\n"
 
 
 @pytest.mark.slow
@@ -444,6 +449,4 @@ def test_a_program_that_ends_in_mid_epoch_ends(data: dict[str, Path]) -> None:
         "config=LoaderConfig(global_batch_size=3, readers=2))\n"
         "iterator = loader.epoch(); print(next(iterator).step)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "0\n"
-    assert "Traceback" not in done.stderr, done.stderr
+    assert printed_by(program) == "0\n"
